@@ -3,11 +3,16 @@
 import re
 import subprocess
 import zlib
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import jax
+import pytest
+
 from coat_jax.kernels.kernel_cache import TARGET
-from experiments.hopper import hopper_mesh
+from coat_jax.optax import state_shardings
+from experiments.hopper import compile_for, hopper_mesh
 
 KERNEL_CALL = f'custom_call_target="{TARGET}"'
 ESCAPE = re.compile(rb"\\(\\|[0-9A-F]{2})")  # of a byte in a program's text
@@ -23,6 +28,34 @@ def can_compile_for_hopper() -> bool:
     except (NotImplementedError, RuntimeError, ImportError):
         return False
     return True
+
+
+# Of a module of such tests.
+COMPILED = [
+    pytest.mark.compiled,
+    pytest.mark.skipif(
+        not (can_compile_for_hopper() and find_spec("jax_triton")),
+        reason="needs XLA's CUDA plugin and jax-triton",
+    ),
+]
+
+
+def sharded_structs(shapes: Any, shardings: Any, dtype: Any = None) -> Any:
+    """A tree of ShapeDtypeStructs with these shardings, of another dtype if one is given."""
+    return jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, dtype or a.dtype, sharding=s), shapes, shardings
+    )
+
+
+def compile_step_in_place(
+    mesh: Any, optimizer: Any, params: Any, grads: Any = None, **jit: Any
+) -> Any:
+    """The program of an optimizer's step, all but gradients donated."""
+    with jax.set_mesh(mesh):
+        shapes = jax.eval_shape(optimizer.init, params)
+        state = sharded_structs(shapes, state_shardings(optimizer, params))
+    grads = params if grads is None else grads
+    return compile_for(mesh, optimizer.step, params, grads, state, donate_argnums=(0, 2), **jit)
 
 
 def collectives(compiled: Any) -> list[str]:

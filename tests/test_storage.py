@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coat_jax.numerics import expansion, logarithms, noise
+from coat_jax.numerics import expansion, noise
 from coat_jax.numerics.expansion import Expanded
 from coat_jax.numerics.formats import E4M3, E5M2
-from coat_jax.storage import GROUP_SIZES, MIN_COLUMNS, PAPER, Storage, stochastic_below
+from coat_jax.storage import MIN_COLUMNS, PAPER, Storage, stochastic_below
 
 write = jax.jit(Storage.write, static_argnums=(0, 2))
 read = jax.jit(Storage.read, static_argnums=0)
@@ -132,27 +132,6 @@ def test_every_code_of_a_dithered_first_moment_decays_without_a_gradient(first, 
         assert np.all(np.asarray(after)[0, : len(codes)] < codes)
 
 
-def test_the_noise_of_both_moments_is_independent_for_one_element():
-    key = noise.leaf_key(0, 1, 2)
-    a, b = (np.asarray(u) for u in noise.uniform_pair(key, (512, 1024), run=128))
-    assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 6 / np.sqrt(a.size)
-    for p in (2.0**-4, 2.0**-7):
-        both = np.mean((a < p) & (b < p))
-        assert abs(both - p * p) < 6 * p / np.sqrt(a.size)
-
-
-def test_every_listed_group_size_works():
-    values, key = jnp.full((2, 40), 0.3), noise.leaf_key(0, 1, 0)
-    for size in GROUP_SIZES:
-        storage = Storage(min_size=0, group_size=size)
-        for stored in jax.eval_shape(
-            lambda x, s=storage: (*s.write_moments(x, x, key, 0.9, 0.95), s.write(x, s.other)),
-            values,
-        ):
-            assert stored.amax.shape == stored.k16.shape == (2, -(-40 // size))
-            assert jax.eval_shape(storage.read, stored).shape == (2, 40)
-
-
 def test_a_storage_is_compared_by_value_and_has_one_spelling():
     storage = Storage(group_size=np.int64(64), min_size=np.int32(0), stochastic=np.bool_(True))
     assert type(storage.group_size) is int
@@ -261,16 +240,6 @@ def test_every_code_of_a_direction_that_is_rounded_to_nearest_decays():
         assert np.any(stays) == (below > 1)
     for b1, b2 in ((0.99, 0.95), (0.9, 0.0), (1.0, 0.999), (0.98, 0.99)):  # do not decay, or slowly
         assert np.isinf(jax.jit(stochastic_below)(b1, b2))
-
-
-def test_a_first_moment_survives_a_second_one_that_is_too_small_to_be_stored():
-    """Its direction is then stored, and read, with the smallest root that the group can hold."""
-    m, v = np.full((1, 128), 1e-9, np.float32), np.full((1, 128), 1e-16, np.float32)
-    m[0, 0], v[0, 0] = 1.0, 1.0
-    got_m, got_v = stored(Storage(min_size=0, stochastic=False), m, v, b1=0.9)
-    np.testing.assert_array_equal(got_v[0, 1:], 0)
-    smallest = np.sqrt(logarithms.FIT.resolution)
-    assert np.all(np.abs(got_m - m)[0, 1:] <= smallest / 127)
 
 
 def test_the_papers_formats_have_a_name():

@@ -1,21 +1,13 @@
-"""Where JAX refuses to promote dtypes or ranks without being told, as some projects set it."""
+"""Where JAX refuses to promote dtypes or ranks without being told; and NumPy's arrays in FP64."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import coat_jax as coat
 from coat_jax import ops
 
-STORAGE = coat.Storage(min_size=0)
-OPTIMIZERS = {
-    "fp8_adamw": lambda: coat.optax.fp8_adamw(1e-2, storage=STORAGE),
-    "fp8_muon": lambda: coat.optax.fp8_muon(1e-2, storage=STORAGE),
-    "fused_fp8_adamw": lambda: coat.optax.fused_fp8_adamw(1e-2, storage=STORAGE),
-    "compress": lambda: coat.optax.compress(optax.lion(1e-2), storage=STORAGE),
-}
 LAYERS = {
     "linear": lambda x, w, v: ops.linear(x, w, v[:256], precision=coat.COAT),
     "norm_linear": lambda x, w, v: ops.norm_linear(x, ops.Norm(v[:128]), w, precision=coat.COAT),
@@ -45,33 +37,19 @@ def assert_same_program(function, *arguments):
         assert program.lower(*arguments).as_text() == wanted
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_step_as_ever(name, dtype):
-    def stepped(params):
-        optimizer, grads = OPTIMIZERS[name](), jax.tree.map(jnp.sin, params)
-        state = optimizer.init(params)
-        if name.startswith("fused"):
-            return optimizer.step(params, grads, state)
-        return optimizer.update(grads, state, params)
-
-    assert_same_program(stepped, arrays(dtype))
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers_have_the_gradients_that_they_ever_have(name):
+def test_layers_have_the_gradients_that_they_ever_have():
     def total(x, w, v):
-        return jnp.sum(jnp.square(LAYERS[name](x, w, v).astype(jnp.float32)))
+        outputs = [layer(x, w, v).astype(jnp.float32) for layer in LAYERS.values()]
+        return sum(jnp.sum(jnp.square(y)) for y in outputs)
 
     assert_same_program(jax.grad(total, argnums=(0, 1)), *arrays(jnp.bfloat16).values())
 
 
-@pytest.mark.parametrize("name", ["E4M3", "E2M1", "INT8", "INT4:asymmetric"])
-def test_simulated_formats_round_as_ever(name):
+def test_simulated_formats_round_as_ever():
     quantizers = [
         coat.quantizer.Quantizer(name, over=over, fit=fit, size=16)
-        for over in ("channel", "block")
-        for fit in ("max", "mse")
+        for name in ("E4M3", "E2M1", "INT8", "INT4:asymmetric")
+        for over, fit in (("channel", "max"), ("block", "mse"))
     ]
 
     def all_ways(x):
@@ -79,3 +57,22 @@ def test_simulated_formats_round_as_ever(name):
         return values, [coat.quantizer.sqnr_bits(x, y) for y in values]
 
     assert_same_program(all_ways, arrays(jnp.bfloat16)["w"])
+
+
+FP64 = {
+    "quantized_linear": lambda x, w: ops.quantized_linear(x, ops.quantize_weight(w, fit="max")),
+    "adapted_linear": lambda x, w: ops.adapted_linear(
+        x, ops.freeze(w), tuple(map(jnp.asarray, (w[:, :2], w[:2])))
+    ),
+    "Quantizer": lambda x, w: coat.quantizer.Quantizer("E4M3")(x),
+}
+
+
+@pytest.mark.parametrize("name", FP64)
+def test_numpy_arrays_in_fp64_count_as_fp32(name):
+    """Without a warning. In one program arrays of NumPy stay what they are: no arguments of it."""
+    x, w = (np.random.default_rng(0).standard_normal(shape) for shape in ((4, 32), (32, 8)))
+    both = jax.jit(lambda: (FP64[name](x, w), FP64[name](jnp.asarray(x), jnp.asarray(w))))
+    found, wanted = both()
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(found, wanted)

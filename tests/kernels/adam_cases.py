@@ -147,7 +147,7 @@ def leaves_of(case: Case, seed: int = 0) -> list[Leaf]:
     for shape in case.shapes:
         grad, mu, nu = normal(shape, 1e-2), normal(shape, 1e-2), jnp.square(normal(shape, 1e-2))
         if case.hostile:
-            grad, mu, nu = (_with_hostile_rows(x) for x in (grad, mu, nu))
+            grad, mu, nu = (with_hostile_rows(x) for x in (grad, mu, nu))
         param = None if case.param is None else normal(shape, 1.0)
         correction = None
         if case.corrected:
@@ -163,7 +163,7 @@ def leaves_of(case: Case, seed: int = 0) -> list[Leaf]:
     return leaves
 
 
-def _with_hostile_rows(x: jax.Array) -> jax.Array:
+def with_hostile_rows(x: jax.Array) -> jax.Array:
     """Rows of zeros, with a zero, a NaN, an infinity, a tiny and a huge member."""
     assert x.shape[0] >= 8  # JAX would drop what is beyond the last row
     x = x.at[0].set(0.0).at[1, 3].set(0.0).at[2, :5].set(0.0)

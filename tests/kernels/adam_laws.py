@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from adam_cases import ALL_FP8, EXPANDED, fresh_leaf, one_step, written
 
-from coat_jax.kernels.adam import Hyper, Leaf, Settings, largest_direction
+from coat_jax.kernels.adam import Hyper, Leaf, Settings
 from coat_jax.kernels.dispatch import interpreting
 from coat_jax.kernels.launch import launch
 from coat_jax.numerics import corrections, integers, noise
@@ -24,10 +24,7 @@ class StepLaws:
         return one_step(self.implementation, *arguments)
 
     def test_parameters_are_rounded_right_on_average_by_their_own_key(self) -> None:
-        """BF16 parameters are rounded up as often as they should be, by numbers of their own.
-
-        The first step's direction is the gradient's sign: 1 + 0.3 units in the last place here.
-        """
+        """The first step goes against the gradient: 1 + 0.3 units in the last place here."""
         shape, share = (32, 1024), 0.3
         rng = np.random.default_rng(0)
         grad = -jnp.asarray(np.exp(rng.normal(size=shape)), jnp.bfloat16)
@@ -45,8 +42,7 @@ class StepLaws:
                 run=ALL_FP8.group_size,
             )
             assert np.mean((np.asarray(own, np.float32) > 1) == up) > 0.999
-            of_moments = noise.uniform(noise.leaf_key(0, 1, 0), shape, run=ALL_FP8.group_size)
-            assert abs(np.corrcoef(up.ravel(), np.ravel(of_moments))[0, 1]) < 6 / np.sqrt(up.size)
+            _assert_independent_of_moments(up)
 
     def test_corrections_are_rounded_right_on_average_by_their_own_key(self) -> None:
         """The last of 24 bits is rounded likewise: 1 + 0.3 units in that place here."""
@@ -62,8 +58,7 @@ class StepLaws:
         key, run = noise.leaf_key(0, 1, 0), ALL_FP8.group_size
         own = np.asarray(noise.bits(noise.param_key(key), shape, run=run) >> 8)
         assert np.mean((own + round(256 * share) >= 256) == up) > 0.999
-        of_moments = noise.uniform(key, shape, run=run)
-        assert abs(np.corrcoef(up.ravel(), np.ravel(of_moments))[0, 1]) < 6 / np.sqrt(up.size)
+        _assert_independent_of_moments(up)
 
     def test_an_element_without_gradient_comes_to_rest(self) -> None:
         """Its gradient is zero from step 10 on, while its group's other gradients are not."""
@@ -94,21 +89,6 @@ class StepLaws:
         hyper = Hyper(b1=0.7, b2=0.7, eps=0.0)
         direction, _ = self.one_step(leaf, 1000, hyper, Settings(ALL_FP8))
         np.testing.assert_allclose(direction[:, 5], 0.7 / np.sqrt(0.7), rtol=1e-4)
-
-    def test_a_gradient_whose_square_overflows_moves_nothing_further_than_the_bound(self) -> None:
-        """Their squares overflow; no direction exceeds the bound, and nothing becomes infinite."""
-        rng = np.random.default_rng(0)
-        leaf = fresh_leaf(None, jnp.zeros((8, 128)))
-        hyper, settings = Hyper(), Settings(ALL_FP8)
-        for t in range(1, 5):
-            grad = np.float32(rng.normal(size=(8, 128)))
-            grad[:, 7] = (3e38, -1e30, 1e25, 1e19, 1e12, 0, 1e-20, -1e-38)
-            leaf = leaf._replace(grad=jnp.asarray(np.roll(grad, t, 0)))
-            direction, leaf = self.one_step(leaf, t, hyper, settings)
-            bound = largest_direction(jnp.int32(t), hyper.b1, hyper.b2, nesterov=False)
-            assert np.max(np.abs(direction)) <= float(bound) * (1 + 1e-6)
-            for part in (*leaf.mu, *leaf.nu):
-                assert np.all(np.isfinite(np.asarray(part, np.float32)))
 
     @pytest.mark.parametrize("storage", [ALL_FP8, EXPANDED], ids=["logarithms", "FP8"])
     def test_a_gradient_that_is_not_finite_makes_its_own_parameter_nan(
@@ -199,6 +179,11 @@ class KernelLaws(StepLaws):
             wanted = corrections.split(x, noise >> 8 if stochastic else None)
             for a, b in zip(got, wanted, strict=True):
                 _assert_same_bits(a, b)
+
+
+def _assert_independent_of_moments(up: np.ndarray) -> None:
+    of_moments = noise.uniform(noise.leaf_key(0, 1, 0), up.shape, run=ALL_FP8.group_size)
+    assert abs(np.corrcoef(up.ravel(), np.ravel(of_moments))[0, 1]) < 6 / np.sqrt(up.size)
 
 
 def _whole_blocks(array: np.ndarray) -> jax.Array:

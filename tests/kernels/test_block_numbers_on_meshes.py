@@ -26,7 +26,6 @@ SPECS = [
     P("data", None, "tensor"),
     P(None, None, ("fsdp", "tensor")),
 ]
-specs = pytest.mark.parametrize("spec", SPECS, ids=str)
 
 
 def sharded(shape, spec):
@@ -54,34 +53,33 @@ def expected(shape):
     return np.arange(np.prod(blocks)).reshape(blocks) % 251
 
 
-@specs
-def test_numbers_of_hidden_activations(spec, monkeypatch):
-    def given(inputs, constants):
-        *_, first, within = inputs
-        return first[..., None] + within
+def of_hidden_activations(inputs, constants):
+    *_, first, within = inputs
+    return first[..., None] + within
 
-    monkeypatch.setattr(activation, "launch", returning(given))
+
+def of_the_input_of_a_norm(inputs, constants):
+    return inputs[1][..., None] + jnp.arange(constants["COLUMNS"] // SIZE, dtype=jnp.uint32)
+
+
+@jax.jit
+def activated(x):
+    how = {"stochastic": True}
+    return activation.activation_forward_exact((x, x), "silu", E4M3, SIZE, **how)[0]
+
+
+@jax.jit
+def normed(x):
+    how = {"exact": True, "stochastic": True}
+    return norm_launch.norm_forward(x, Norm(jnp.ones(512)), jnp.float32(1), E4M3, SIZE, **how)[:1]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_kernel_is_given_the_numbers_of_its_blocks_in_the_whole_array(spec, monkeypatch):
+    monkeypatch.setattr(activation, "launch", returning(of_hidden_activations))
+    monkeypatch.setattr(norm_launch, "launch", returning(of_the_input_of_a_norm))
     replace_module(monkeypatch, "activation", activation_forward_exact_tile=None)
-    x = sharded((4, 8, 512), spec)
-    run = jax.jit(
-        lambda x: activation.activation_forward_exact((x, x), "silu", E4M3, SIZE, stochastic=True)
-    )
-    for blocks in run(x)[0]:
-        np.testing.assert_array_equal(blocks.exponents, expected(x.shape))
-
-
-@specs
-def test_numbers_of_the_input_of_a_norm(spec, monkeypatch):
-    def given(inputs, constants):
-        first = inputs[1]
-        return first[..., None] + jnp.arange(constants["COLUMNS"] // SIZE, dtype=jnp.uint32)
-
-    monkeypatch.setattr(norm_launch, "launch", returning(given))
     replace_module(monkeypatch, "norm", norm_forward_row=None, norm_forward_row_int8=None)
-    x, one = sharded((4, 8, 512), spec), jnp.float32(1)
-    run = jax.jit(
-        lambda x: norm_launch.norm_forward(
-            x, Norm(jnp.ones(512)), one, E4M3, SIZE, exact=True, stochastic=True
-        )
-    )
-    np.testing.assert_array_equal(run(x)[0].exponents, expected(x.shape))
+    x = sharded((4, 8, 512), spec)
+    for blocks in (*activated(x), *normed(x)):
+        np.testing.assert_array_equal(blocks.exponents, expected(x.shape))

@@ -194,8 +194,3 @@ def test_no_value_and_no_slope_exceeds_its_bound_and_the_steepest_nearly_reaches
         assert np.all(largest_up_to_x <= np.asarray(bound) * (1 + 1e-6))
     if name in ("gelu", "relu2"):
         assert np.max(np.abs(slope)) > 0.99 * np.max(bounds[1])
-
-
-def test_an_unknown_activation_is_refused():
-    with pytest.raises(ValueError, match="'swish' must be one of"):
-        activation.activation_bounds(jnp.float32(1.0), "swish")

@@ -42,11 +42,6 @@ def test_a_code_is_the_nearest_of_its_row_and_the_largest_has_the_largest_code(r
     assert np.all(np.abs(np.int32(rows.codes)[range(len(at)), at]) == 127)
 
 
-def test_a_row_does_not_depend_on_the_others(rows):
-    for row, codes in zip(np.asarray(X), np.asarray(rows.codes), strict=True):
-        np.testing.assert_array_equal(round_rows(row[None]).codes, codes[None])
-
-
 def test_columns_are_the_rows_of_the_transpose():
     for got, want in zip(round_columns(W), round_rows(np.transpose(W)), strict=True):
         np.testing.assert_array_equal(got, want)

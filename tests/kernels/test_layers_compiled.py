@@ -11,11 +11,9 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from hopper import COMPILED, KERNEL_CALL, kernel_calls
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-
-pytest.importorskip("jax_triton")
-from hopper import KERNEL_CALL, can_compile_for_hopper, kernel_calls
 
 import coat_jax as coat
 from coat_jax import ops
@@ -23,10 +21,7 @@ from coat_jax.kernels import activation
 from coat_jax.numerics.blocks import from_blocks, to_blocks
 from experiments.hopper import OPTIONS, compile_for, hopper_mesh, there
 
-pytestmark = [
-    pytest.mark.compiled,
-    pytest.mark.skipif(not can_compile_for_hopper(), reason="needs XLA's CUDA plugin"),
-]
+pytestmark = COMPILED
 
 B, S, D, F, HEAD = 4, 2048, 2048, 5632, 128
 WHOLE = P()

@@ -6,21 +6,16 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from hopper import COMPILED
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-
-pytest.importorskip("jax_triton")
-from hopper import can_compile_for_hopper
 
 import coat_jax as coat
 from coat_jax import ops
 from coat_jax.kernels import dispatch, kernel_cache
 from experiments.hopper import hopper_mesh, there
 
-pytestmark = [
-    pytest.mark.compiled,
-    pytest.mark.skipif(not can_compile_for_hopper(), reason="needs XLA's CUDA plugin"),
-]
+pytestmark = COMPILED
 
 D, F = 256, 512
 ADA, BLACKWELL = [89], [100, 120]

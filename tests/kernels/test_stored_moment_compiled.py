@@ -3,32 +3,27 @@
 import functools
 import re
 
-import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
-
-pytest.importorskip("jax_triton")
 from hopper import (
-    can_compile_for_hopper,
+    COMPILED,
     collectives,
+    compile_step_in_place,
     copies,
     kernel_calls,
     kernels,
     spilled_bytes,
 )
-from test_adam_compiled import LAYOUTS
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+from test_adam_compiled import LAYOUTS, structs
 from test_adam_compiled import compile_step as compile_adamw
 
 import coat_jax as coat
-from experiments.hopper import compile_for, hopper_mesh
+from experiments.hopper import hopper_mesh
 
-pytestmark = [
-    pytest.mark.compiled,
-    pytest.mark.skipif(not can_compile_for_hopper(), reason="needs XLA's CUDA plugin"),
-]
+pytestmark = COMPILED
 
 MOMENTUM = optax.sgd(1e-3, momentum=0.9)
 LION = optax.lion(1e-4, weight_decay=0.1)
@@ -40,17 +35,7 @@ def compile_step(mesh, shapes, specs=None, tx=MOMENTUM, implementation="triton",
         coat.optax.compress(tx, implementation=implementation, storage=storage)
     )
     specs = [P()] * len(shapes) if specs is None else specs
-    params = [
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-        for shape, spec in zip(shapes, specs, strict=True)
-    ]
-    with jax.set_mesh(mesh):
-        state = jax.tree.map(
-            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
-            jax.eval_shape(optimizer.init, params),
-            coat.optax.state_shardings(optimizer, params),
-        )
-    return compile_for(mesh, optimizer.step, params, params, state, donate_argnums=(0, 2))
+    return compile_step_in_place(mesh, optimizer, structs(mesh, shapes, specs))
 
 
 @functools.cache
@@ -103,13 +88,23 @@ def test_every_moment_has_two_kernels():
     assert kernel_calls(compile_step(mesh, shapes, tx=optax.adamw(1e-3))) == 8
 
 
+CORRECTED = functools.partial(compile_adamw, dtype=jnp.bfloat16, correct_params=True)
+SHARDED = {"adamw": (compile_adamw, 1), "corrected": (CORRECTED, 1), "compress": (compile_step, 2)}
+
+
+@pytest.mark.parametrize("name", SHARDED)
 @pytest.mark.parametrize(("mesh_shape", "names", "shapes", "specs"), LAYOUTS)
-def test_sharded_step_is_in_place_and_communicates_nothing(mesh_shape, names, shapes, specs):
-    compiled = compile_step(hopper_mesh(mesh_shape, names), shapes, specs)
+def test_sharded_step_is_in_place_and_communicates_nothing(name, mesh_shape, names, shapes, specs):
+    """Also where rows are uneven, replicated over an axis, or sharded over two."""
+    compile_sharded, kernels_of_a_leaf = SHARDED[name]
+    compiled = compile_sharded(hopper_mesh(mesh_shape, names), shapes, specs)
     memory = compiled.memory_analysis()
-    assert kernel_calls(compiled) == 2 * len(shapes)
+    assert kernel_calls(compiled) == kernels_of_a_leaf * len(shapes)
     assert collectives(compiled) == []
     assert copies(compiled) == 0
+    if name != "compress":  # each leaf's scalars, each device's place, XLA's table of results
+        assert memory.temp_size_in_bytes <= 1024 * len(shapes)
+    # The tuple of pointers.
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes <= 512
 
 

@@ -266,14 +266,10 @@ REMEDIES = {
 }
 
 
-@pytest.mark.parametrize("name", CONTAINERS)
-def test_a_linear_layer_is_found_wherever_flax_finds_it_and_converted_where_it_stands(name):
+def in_a_model(name, layer):
     model = nnx.Module()
-    model.held = nnx.data(CONTAINERS[name](linear()))
-    assert [d.kind for d in nn.plan_conversion(model)] == ["Linear"]
-    (layer,) = layers_in(nn.convert(model))
-    assert computes_in_fp8(layer)
-    assert not any(map(computes_in_fp8, layers_in(model)))
+    model.held = nnx.data(CONTAINERS[name](layer))
+    return model
 
 
 def layers_in(model):
@@ -281,17 +277,20 @@ def layers_in(model):
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_a_norm_is_replaced_or_refused_with_a_remedy(name):
-    """It becomes another object, which not every container takes."""
-    model = nnx.Module()
-    model.held = nnx.data(CONTAINERS[name](nnx.RMSNorm(32, rngs=nnx.Rngs(0))))
+def test_layers_are_found_wherever_flax_finds_them_and_norms_replaced_or_refused(name):
+    """A norm becomes another object, which not every container takes; a product stays the same."""
+    model = in_a_model(name, linear())
+    assert [d.kind for d in nn.plan_conversion(model)] == ["Linear"]
+    (layer,) = layers_in(nn.convert(model))
+    assert computes_in_fp8(layer)
+    assert not any(map(computes_in_fp8, layers_in(model)))
+    model = in_a_model(name, nnx.RMSNorm(32, rngs=nnx.Rngs(0)))
     if name in REMEDIES:
         with pytest.raises(UserError, match=REMEDIES[name]):
             nn.convert(model)
         assert nn.convert(model, rules={"*": "bf16"}).held is not None
     else:
-        new = nn.convert(model)
-        assert any(isinstance(node, nn.RMSNorm) for _, node in nnx.iter_graph(new))
+        assert any(isinstance(node, nn.RMSNorm) for _, node in nnx.iter_graph(nn.convert(model)))
 
 
 def test_a_model_may_be_one_module():

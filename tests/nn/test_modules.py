@@ -162,54 +162,45 @@ def test_new_weights_have_a_variance_of_one_over_their_inputs():
         np.testing.assert_allclose(jnp.std(weight), weight.shape[0] ** -0.5, rtol=0.02)
 
 
-VALUES = [
-    ({"width": WIDTH, "heads": 5}, "width=32 must be a multiple of heads=5"),
-    ({"heads": HEADS, "kv_heads": 3}, "heads=4 of kv_heads=3"),
-    ({"heads": 0}, "heads=0"),
-    ({"window": 0}, "window=0 needs"),
-    ({"window": 4, "causal": False}, "window=4 needs causal=True"),
-    ({"precision": "fp9"}, r"There is no precision 'fp9'\. Use one of bf16"),
-]
-TYPES = [
-    ({"rotary": 10000}, "rotary=10000 must be a coat.ops.Rotary"),
-    ({"window": 2.5}, "window=2.5 must be a whole number"),
-]
-
-
 def attention(**settings):
     return nn.Attention(**{"width": WIDTH, "heads": HEADS, "rngs": nnx.Rngs(0), **settings})
 
 
-@pytest.mark.parametrize(("settings", "message"), VALUES + TYPES)
-def test_settings_of_attention_are_checked(settings, message):
-    error = ValueError if (settings, message) in VALUES else TypeError
-    with pytest.raises(error, match=message):
-        attention(**settings)(X)
+def mlp(kind, **settings):
+    return kind(WIDTH, 40, rngs=nnx.Rngs(0), **settings)
 
 
-def test_attention_needs_a_batch_and_norms_of_this_package():
-    for norm in (None, nn.RMSNorm(WIDTH)):
-        with pytest.raises(ValueError, match=r"takes x \[batch, sequence, width\], not \(12, 32"):
-            attention(norm=norm)(X[0])
-    with pytest.raises(TypeError, match="key_norm is a flax"):
-        attention(key_norm=nnx.LayerNorm(8, rngs=nnx.Rngs(0)))
+def block_with(**norms):
+    whole = block()
+    return nn.TransformerBlock(whole.attention, whole.mlp, **norms)
 
 
-@pytest.mark.parametrize("kind", [nn.GatedMLP, nn.MLP])
-def test_activations_and_norms_of_an_mlp_are_checked(kind):
-    with pytest.raises(ValueError, match="activation='swish' must be one of"):
-        kind(WIDTH, 40, activation="swish", rngs=nnx.Rngs(0))(X)
-    with pytest.raises(TypeError, match=r"norm is a flax\..*RMSNorm, and must be a coat\.nn\.RMS"):
-        kind(WIDTH, 40, norm=nnx.RMSNorm(WIDTH, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))
+A_NORM, OF_FLAX = nn.RMSNorm(WIDTH), nnx.RMSNorm(WIDTH, rngs=nnx.Rngs(0))
+SWISH, NO_NORM = "activation='swish' must be one of", r"norm is a flax\..*RMSNorm, and must be a"
+NO_BATCH = r"takes x \[batch, sequence, width\], not \(12, 32"
+REFUSED = [
+    (lambda: attention(heads=5), "width=32 must be a multiple of heads=5"),
+    (lambda: attention(kv_heads=3), "heads=4 of kv_heads=3"),
+    (lambda: attention(heads=0), "heads=0"),
+    (lambda: attention(window=0)(X), "window=0 needs"),
+    (lambda: attention(window=4, causal=False)(X), "window=4 needs causal=True"),
+    (lambda: attention(precision="fp9"), r"There is no precision 'fp9'\. Use one of bf16"),
+    (lambda: attention(rotary=10000)(X), "rotary=10000 must be a coat.ops.Rotary"),
+    (lambda: attention(window=2.5)(X), "window=2.5 must be a whole number"),
+    (lambda: attention(norm=None)(X[0]), NO_BATCH),
+    (lambda: attention(norm=A_NORM)(X[0]), NO_BATCH),
+    (lambda: attention(key_norm=nnx.LayerNorm(8, rngs=nnx.Rngs(0))), "key_norm is a flax"),
+    (lambda: mlp(nn.GatedMLP, activation="swish")(X), SWISH),
+    (lambda: mlp(nn.MLP, activation="swish")(X), SWISH),
+    (lambda: mlp(nn.GatedMLP, norm=OF_FLAX), NO_NORM),
+    (lambda: mlp(nn.MLP, norm=OF_FLAX), NO_NORM),
+    (lambda: block_with(mlp_norm=A_NORM), "GatedMLP has residual=True, and there is a norm aft"),
+    (lambda: block_with(attention_norm=A_NORM), "Attention has residual=True, and there is a norm"),
+    (lambda: nn.MeshAxes(fsdp=3), "fsdp=3 must be text or None"),
+]
 
 
-def test_norms_after_need_layers_without_a_residual_sum():
-    layers = block().attention, block().mlp
-    for setting, kind in (("mlp_norm", "GatedMLP"), ("attention_norm", "Attention")):
-        with pytest.raises(ValueError, match=f"{kind} has residual=True, and there is a norm aft"):
-            nn.TransformerBlock(*layers, **{setting: nn.RMSNorm(WIDTH)})
-
-
-def test_axes_of_a_mesh_are_two_names():
-    with pytest.raises(UserError, match="fsdp=3 must be text or None"):
-        nn.MeshAxes(fsdp=3)
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_settings_are_checked(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()

@@ -35,7 +35,6 @@ formats = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["E4M3", "E5M2"])
 # Nothing, rank 0, rank 3 with a tail of one, whole groups.
 SHAPES = [((3, 0), 32), ((), 128), ((2, 3, 65), 32), ((4, 256), 64)]
 PLAIN = SHAPES[-1]  # for laws that do not care, to spare a compilation
-MODERATE = (0.0, 12.0, 0.1, 0.5)  # a regime of `hostile`
 
 
 class Case(NamedTuple):

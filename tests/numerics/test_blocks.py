@@ -16,8 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from coat_jax.numerics import blocks
 from coat_jax.numerics.blocks import NOT_FINITE
@@ -171,62 +169,3 @@ def test_values_that_round_to_2_to_the_128_are_infinite_and_no_others(dtype):
     _, _, y = round_trip(x, dtype, 16)
     np.testing.assert_array_equal(np.isfinite(y), exact)
     np.testing.assert_allclose(y[exact], x[exact], rtol=half_place)
-
-
-def test_the_leading_shape_changes_nothing():
-    x = hostile((0.0, 8.0), 0, (4, 256))
-    want, got = (to_blocks(x.reshape(shape), size=64) for shape in ((4, 256), (2, 2, 256)))
-    assert got.exponents.shape == (2, 2, 4)
-    np.testing.assert_array_equal(got.codes.reshape(4, 256), want.codes)
-    np.testing.assert_array_equal(got.exponents.reshape(4, 4), want.exponents)
-
-
-def test_dtypes_and_sizes_are_as_documented():
-    x = hostile((0.0, 8.0), 0, (3, 40))
-    for narrow in (jnp.bfloat16, jnp.float16, jnp.float32):
-        b = to_blocks(jnp.asarray(x, narrow), E5M2, size=16)
-        assert (b.codes.dtype, b.exponents.dtype) == (E5M2, jnp.uint8)
-        same = to_blocks(jnp.asarray(x, narrow).astype(jnp.float32), E5M2, size=16)
-        jax.tree.map(np.testing.assert_array_equal, b, same)
-    assert from_blocks(b, size=16).dtype == jnp.float32
-    b = to_blocks(np.ones((8, 64), np.float32), size=16)
-    assert b.codes.dtype == E4M3
-    assert sum(part.nbytes for part in b) == 8 * 64 * 17 // 16
-
-
-SPECS = [P("a"), P("a", "b"), P(None, ("a", "b"))]
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_result_does_not_depend_on_mesh(spec, kind):
-    """Rounded to nearest, and stochastically."""
-    x = hostile((0.0, 20.0), 0, (16, 256))
-
-    @jax.jit
-    def both(x):
-        nearest = blocks.to_blocks(x, size=16)
-        stochastic = blocks.to_blocks(x, size=16, stochastic=True)
-        return nearest, stochastic, blocks.from_blocks(nearest, size=16)
-
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2)
-    got = both(jax.device_put(x, NamedSharding(mesh, spec)))
-    jax.tree.map(np.testing.assert_array_equal, got, both(x))
-    if kind == AxisType.Explicit:
-        expected = P(*spec, *[None] * (2 - len(spec)))
-        assert all(jax.typeof(part).sharding.spec == expected for part in jax.tree.leaves(got))
-
-
-def test_a_mesh_that_cuts_blocks_is_bridged_or_refused():
-    """200 columns cut into 8 times 25: XLA gathers them; an explicit sharding says how not to."""
-    x = hostile((0.0, 20.0), 0, (16, 200))
-    for kind in (AxisType.Auto, AxisType.Explicit):
-        mesh = jax.make_mesh((8,), ("a",), axis_types=(kind,))
-        cut = jax.device_put(x, NamedSharding(mesh, P(None, "a")))
-        if kind == AxisType.Explicit:
-            with pytest.raises(ValueError, match=r"into 8 parts.*groups of 16.*divides 25\."):
-                to_blocks(cut, size=16)
-        else:
-            np.testing.assert_array_equal(
-                to_blocks(cut, size=16).codes, to_blocks(x, size=16).codes
-            )

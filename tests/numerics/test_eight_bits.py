@@ -58,13 +58,16 @@ def test_rounded_values_are_those_of_the_codes(name):
 
 
 @NAMES
-def test_zeros_have_a_scale_and_stay_zero(name):
+def test_zeros_have_a_scale_and_stay_zero_and_lost_channels_have_none(name):
     w = np.float32([[2, 0, 0]] * 4)
     scale = np.asarray(channel_scales(w, name, "max", 99.9))
     assert scale[1] == scale[2] == 1
     codes = np.float32(encode(w, scale, name))
     np.testing.assert_array_equal(codes[:, 1:], 0)
     np.testing.assert_array_equal(codes[:, 0], eight_bits.LARGEST[name])
+    w[1, :2] = np.nan, np.inf
+    lost = np.isnan(channel_scales(w, name, "max", 99.9))
+    np.testing.assert_array_equal(lost, [True, True, False])
 
 
 @NAMES

@@ -142,16 +142,6 @@ def test_curved_rounding_keeps_the_mean_of_the_power(dtype, k16):
     assert drift[worst] <= allowed[worst[0], 0], f"x = {x[worst]}, a = {a}"
 
 
-@formats
-def test_half_precision_is_rounded_as_its_float32(dtype):
-    noise = np.linspace(0, LAST_NOISE, 101, dtype=np.float32)
-    for source in (jnp.bfloat16, jnp.float16):
-        x = np.asarray(np.linspace(-1.1, 1.1, 101) * format_of(dtype).max, source)
-        same = x.astype(np.float32)
-        np.testing.assert_array_equal(nearest(x, dtype), nearest(same, dtype))
-        np.testing.assert_array_equal(stochastic(x, dtype, noise), stochastic(same, dtype, noise))
-
-
 @pytest.mark.parametrize("dtype", [None, "nonsense", jnp.float32, "int8", 8, jnp.float8_e4m3])
 def test_an_unknown_dtype_is_refused_with_a_remedy(dtype):
     for call in (

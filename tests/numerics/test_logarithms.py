@@ -161,11 +161,11 @@ def test_encoding_again_changes_nothing(stochastic):
 
 def test_what_is_not_a_positive_number_becomes_zero_and_changes_no_other():
     rng = np.random.default_rng(0)
-    x = np.float32(np.exp(rng.normal(size=(4096, 128))))
+    x = np.float32(np.exp(rng.normal(size=(512, 128))))
     where = rng.random(x.shape) < 0.2
     without, _ = round_trip(np.where(where, np.float32(0), x))
-    for lost in (np.nan, -1.0, -np.inf, 1e-42):
-        e, _ = round_trip(np.where(where, np.float32(lost), x))
+    for lost in np.float32([np.nan, -1.0, -np.inf, 1e-42]):
+        e, _ = round_trip(np.where(where, lost, x))
         jax.tree.map(np.testing.assert_array_equal, e, without)
         np.testing.assert_array_equal(e.codes[where], 0)
     infinite = np.where(where, np.float32(np.inf), x)

@@ -143,45 +143,36 @@ def test_members_of_a_vmap_have_keys_of_their_own():
     assert int(key(x[0, 0], shared)) == int(leaf_key(0, 3, 1))
 
 
-def test_neighbours_and_rows_are_not_correlated():
+def test_neighbours_rows_and_pairs_steps_leaves_and_seeds_are_not_correlated():
+    """The second number of a lane's pair is the first of its neighbour.
+
+    Nor are the numbers for rounding parameters correlated with those for moments.
+    """
     u = sample()
     for lag in (1, 2, 3, 8, 64, RUN, RUN + 1, SHAPE[1]):
         own, other = u.ravel()[:-lag], u.ravel()[lag:]
         assert abs(correlation(own, other)) < SIGMAS / np.sqrt(COUNT), lag
-
-
-def test_steps_leaves_and_seeds_are_not_correlated():
-    """Nor are the numbers for rounding parameters with those for moments."""
+    own, other = (np.asarray(u) for u in noise.uniform_pair(leaf_key(0, 3, 1), SHAPE, run=RUN))
+    np.testing.assert_array_equal(own, u)
+    np.testing.assert_array_equal(other, own.reshape(512, -1, 2)[..., ::-1].reshape(SHAPE))
     shape = (64, 2048)
     names = itertools.product((0, 1, 2**31), (3, 4, 2**31 - 1), (1, 2, 300))
     a, *others = (sample(*name, shape=shape) for name in names)
     others.append(np.asarray(uniform(noise.param_key(leaf_key(0, 3, 1)), shape, run=RUN)))
-    bound = SIGMAS / np.sqrt(a.size)
     for b in others:
-        assert abs(correlation(a, b)) < bound
-        assert abs(correlation(a.ravel()[1:], b.ravel()[:-1])) < bound
-
-
-def test_both_numbers_of_a_pair_are_uniform_and_independent():
-    """The second of a lane is the first of its neighbour."""
-    own, other = (np.asarray(u) for u in noise.uniform_pair(leaf_key(0, 3, 1), SHAPE, run=RUN))
-    np.testing.assert_array_equal(own, sample())
-    np.testing.assert_array_equal(other, own.reshape(512, -1, 2)[..., ::-1].reshape(SHAPE))
-    assert abs(correlation(own, other)) < SIGMAS / np.sqrt(COUNT)
-
-
-@pytest.mark.parametrize("shape", [(), (3, 0), (17,), (2, 3, 33)])
-@pytest.mark.parametrize("run", [1, 16, 128])
-def test_any_shape_works(shape, run):
-    u = sample(shape=shape, run=run)
-    assert u.shape == shape
-    assert len(np.unique(u)) == u.size
+        assert abs(correlation(a, b)) < SIGMAS / np.sqrt(a.size)
+        assert abs(correlation(a.ravel()[1:], b.ravel()[:-1])) < SIGMAS / np.sqrt(a.size)
 
 
 def test_noise_depends_neither_on_the_leading_shape_nor_on_the_mesh():
     flat = sample(shape=(16, 1024))
     np.testing.assert_array_equal(sample(shape=(2, 2, 4, 1024)), flat.reshape(2, 2, 4, 1024))
     np.testing.assert_array_equal(sample(shape=(1024,)), flat[0])
+    for shape in ((), (3, 0), (17,), (2, 3, 33)):
+        for run in (1, 128):
+            u = sample(shape=shape, run=run)
+            assert u.shape == shape
+            assert len(np.unique(u)) == u.size
     mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(2, 4), ("x", "y"))
     for spec in (P("x"), P("x", "y"), P(("x", "y")), P(None, ("x", "y"))):
         sharding = NamedSharding(mesh, spec)

@@ -17,16 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from expansion_cases import DRAWS, FLOAT32_MAX, SHAPES, formats, hostile, per_element
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from coat_jax.numerics import qtensor
 from coat_jax.numerics.formats import E4M3, E5M2, format_of
-from coat_jax.numerics.qtensor import QTensor
 
 FLOAT32_ERROR = 2.0**-20
 LEAST_SCALE = 2.0**-126
-MODERATE = (0.0, 8.0, 0.1, 0.5)  # a regime of `hostile`
 
 everywhere = pytest.mark.parametrize(
     "case", [(*case, E4M3) for case in SHAPES] + [(*SHAPES[-1], E5M2)], ids=str
@@ -37,10 +33,6 @@ everywhere = pytest.mark.parametrize(
 def both(x, dtype, group_size):
     q = qtensor.quantize(x, dtype, group_size=group_size)
     return q, qtensor.dequantize(q)
-
-
-def quantize(x, dtype=E4M3, *, group_size):
-    return both(x, dtype, group_size)[0]
 
 
 def round_trip(x, case):
@@ -110,61 +102,3 @@ def test_values_of_the_format_are_exact(dtype):
     values = values[np.isfinite(values)] * np.float32(2**-10)
     *_, y = round_trip(values, (values.shape, 256, dtype))
     np.testing.assert_array_equal(y, values)
-
-
-def test_neither_the_leading_shape_nor_vmap_changes_anything():
-    """But under vmap a last place of the scale: XLA may divide by multiplying."""
-    x = hostile(0, (4, 256), 64, MODERATE)
-    want = quantize(x, group_size=64)
-    got = quantize(x.reshape(2, 2, 256), group_size=64)
-    assert got.scale.shape == (2, 2, 4)
-    np.testing.assert_array_equal(got.codes.reshape(4, 256), want.codes)
-    np.testing.assert_array_equal(got.scale.reshape(4, 4), want.scale)
-    mapped = jax.vmap(lambda row: quantize(row, group_size=64))(x)
-    np.testing.assert_array_equal(mapped.codes, want.codes)
-    np.testing.assert_allclose(mapped.scale, want.scale, rtol=FLOAT32_ERROR)
-
-
-def test_dtypes_and_shapes_are_as_documented():
-    q = quantize(np.ones((3, 200), jnp.bfloat16), E5M2, group_size=64)
-    assert (q.codes.dtype, q.codes.shape) == (E5M2, (3, 200))
-    assert (q.scale.dtype, q.scale.shape) == (jnp.float32, (3, 4))
-    assert qtensor.dequantize(q).dtype == jnp.float32
-    assert len(jax.tree.leaves(q)) == 2
-    assert jax.tree.structure(q) != jax.tree.structure(QTensor(q.codes, q.scale, 32))
-
-
-@pytest.mark.parametrize(("shape", "group_size"), SHAPES, ids=str)
-def test_joining_undoes_splitting(shape, group_size):
-    x = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
-    groups = qtensor.split_groups(x, group_size)
-    scales = qtensor.scales_shape(shape, group_size)
-    columns = shape[-1] if shape else 1
-    assert groups.shape == (*(scales or (1,)), max(min(group_size, columns), 1))
-    assert float(groups.sum()) == x.sum()
-    np.testing.assert_array_equal(qtensor.join_groups(groups, shape), x)
-
-
-def on_explicit_mesh(x, spec):
-    """Puts x on 2 x 4 devices whose axes are part of its type."""
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
-    return jax.device_put(x, NamedSharding(mesh, spec))
-
-
-@pytest.mark.parametrize("spec", [P("a", "b"), P(None, ("a", "b"))], ids=str)
-def test_scales_take_the_sharding_of_the_array(spec):
-    x = hostile(0, (16, 256), 32, MODERATE)
-    q = quantize(on_explicit_mesh(x, spec), group_size=32)
-    assert jax.typeof(q.codes).sharding.spec == jax.typeof(q.scale).sharding.spec == spec
-    want = quantize(x, group_size=32)
-    np.testing.assert_array_equal(q.codes, want.codes)
-    np.testing.assert_array_equal(q.scale, want.scale)
-
-
-@pytest.mark.parametrize(("spec", "parts"), [(P(None, "b"), 4), (P(None, ("a", "b")), 8)], ids=str)
-def test_an_explicit_sharding_that_cuts_groups_is_refused_with_a_remedy(spec, parts):
-    x = on_explicit_mesh(np.ones((16, 256), np.float32), spec)
-    size = 512 // parts
-    remedy = rf"into {parts} parts.*groups of {size}.*divides {256 // parts}\."
-    with pytest.raises(ValueError, match=remedy):
-        quantize(x, group_size=size)

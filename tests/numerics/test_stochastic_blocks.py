@@ -38,26 +38,30 @@ def test_a_value_becomes_one_of_the_two_codes_around_it(dtype):
     assert np.all(np.sign(y) * np.sign(x) >= 0)
 
 
-@pytest.mark.parametrize("dtype", FORMATS, ids=lambda f: format_of(f).name)
-@pytest.mark.parametrize("antithetic", [False, True], ids=["", "antithetic"])
-def test_the_mean_of_many_roundings_is_the_value(dtype, antithetic):
-    """The element beside it sets the scale of all blocks."""
+def test_the_mean_of_many_roundings_is_the_value():
+    """In each format, with either sign of its noise; to nearest it is not.
+
+    The element beside it sets the scale of all blocks.
+    """
     values = np.float32([1.03, -0.71, 0.3, 0.0117])
     x = np.repeat(values, ROWS)[:, None] + np.zeros(COLUMNS, np.float32)
     x[:, ::SIZE] = 1.75
-    program = jax.jit(lambda x: [decoded_in(x, dtype, antithetic, how) for how in (True, False)])
-    for value, got, nearest in zip(values, *(np.split(y, 4) for y in program(x)), strict=True):
-        kept, unmoved = (np.delete(y.reshape(-1, SIZE), 0, axis=1) for y in (got, nearest))
-        spread = kept.std() / np.sqrt(kept.size)
-        assert len(np.unique(kept)) == 2
-        assert abs(kept.mean(dtype=np.float64) - value) <= 5 * spread + 1e-7
-        assert abs(unmoved.mean(dtype=np.float64) - value) > 5 * spread
+    ways = [{"stochastic": True}, {"stochastic": True, "antithetic": True}, {"stochastic": False}]
 
+    @jax.jit
+    def program(x):
+        stored = [[blocks.to_blocks(x, f, size=SIZE, **way) for way in ways] for f in FORMATS]
+        return [[from_blocks(one, size=SIZE) for one in of_format] for of_format in stored]
 
-def decoded_in(x, dtype, antithetic, stochastic):
-    """What a program decodes that has encoded it."""
-    found = blocks.to_blocks(x, dtype, size=SIZE, stochastic=stochastic, antithetic=antithetic)
-    return from_blocks(found, size=SIZE)
+    for of_format in program(x):
+        by_value = zip(values, *(np.split(y, 4) for y in of_format), strict=True)
+        for value, *found in by_value:
+            *at_random, nearest = (np.delete(y.reshape(-1, SIZE), 0, axis=1) for y in found)
+            for kept in at_random:
+                spread = kept.std() / np.sqrt(kept.size)
+                assert len(np.unique(kept)) == 2
+                assert abs(kept.mean(dtype=np.float64) - value) <= 5 * spread + 1e-7
+                assert abs(nearest.mean(dtype=np.float64) - value) > 5 * spread
 
 
 def test_of_two_equal_values_only_one_is_rounded_up_where_one_is_antithetic():
@@ -146,20 +150,14 @@ def test_gradients_see_what_tokens_do_not_have_in_common():
     x = np.float32(rng.uniform(1, 2, (1, width)) + 0.02 * kind)
     wanted = np.float32(kind * rng.standard_normal((1, 16)))
 
-    def gradient(precision):
-        @jax.jit
-        @jax.grad
-        def run(weight):
-            y = coat.ops.norm_linear(x, coat.ops.Norm(), weight, precision=precision)
-            return jnp.sum(wanted * y)
+    precisions = [coat.Precision(fp8_linear=False, stochastic=how) for how in (True, False)]
 
-        return np.asarray(run(jnp.zeros((width, 16))), np.float64)
+    def loss(weight, precision):
+        y = coat.ops.norm_linear(x, coat.ops.Norm(), weight, precision=precision)
+        return jnp.sum(wanted * y)
 
-    exact = gradient(coat.BF16)
-
-    def error(stochastic):
-        found = gradient(coat.Precision(fp8_linear=False, stochastic=stochastic))
-        return np.linalg.norm(found - exact) / np.linalg.norm(exact)
-
-    assert error(stochastic=True) < 0.1
-    assert error(stochastic=False) > 0.5
+    gradients = jax.jit(lambda w: [jax.grad(loss)(w, p) for p in (coat.BF16, *precisions)])
+    exact, *found = map(np.float64, gradients(jnp.zeros((width, 16))))
+    stochastic, nearest = (np.linalg.norm(g - exact) / np.linalg.norm(exact) for g in found)
+    assert stochastic < 0.1
+    assert nearest > 0.5

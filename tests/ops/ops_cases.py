@@ -16,7 +16,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from quick import OPTIONS
 
 import coat_jax as coat
 from coat_jax import ops
@@ -54,12 +53,7 @@ def some_norm(kind, columns, seed=0, *, scale=True, shift=True, eps=1e-6):
     )
 
 
-def quick_jit(f):
-    """`jax.jit` that compiles faster, to slower programs."""
-    return jax.jit(f, compiler_options=OPTIONS)
-
-
-@functools.partial(jax.jit, static_argnums=0, compiler_options=OPTIONS)
+@functools.partial(jax.jit, static_argnums=0)
 def value_and_pullback(f, dy, *args):
     y, pull = jax.vjp(f, *args)
     return y, pull(dy)
@@ -118,11 +112,8 @@ def least_power(largest, dtype):
 
 
 def nearest(x, dtype):
-    """The nearest number of the format, ties to even; x fits it."""
-    fmt = format_of(dtype)
-    exponent = np.frexp(x)[1] - 1
-    place = 2.0 ** (np.maximum(exponent, fmt.min_exponent) - fmt.mantissa_bits)
-    return np.rint(x / place) * place
+    """The nearest number of the format, ties to even, by `ml_dtypes`; x fits it."""
+    return x.astype(dtype).astype(np.float64)
 
 
 round_at_random = jax.jit(cast_reference, static_argnames=("dtype", "layout", "stream"))

@@ -15,8 +15,6 @@ from ops_cases import (
     assert_close,
     draw,
     plain_attention,
-    pulled,
-    quick_jit,
     same_gradients,
     through,
     weight,
@@ -79,10 +77,12 @@ PROJECTED = {
     "bf16": coat.BF16,
     "fp8_linear": coat.FP8_LINEAR,
     "coat_lean, to nearest": LEAN,
-    "rounded forward": dataclasses.replace(LEAN, exact_forward=False),
+    # In BF16, since FP8 products would round o to the same codes once more.
+    "rounded forward": dataclasses.replace(LEAN, exact_forward=False, fp8_linear=False),
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", PROJECTED)
 def test_attention_linear_is_attention_then_linear(name):
     """With blocks between them where the forward pass is not exact."""
@@ -100,21 +100,6 @@ def test_attention_linear_is_attention_then_linear(name):
     same_gradients(f, composed, *qkv(), weight(2, 4 * H, 10), draw(3, (10,)))
 
 
-def test_results_and_gradients_have_the_dtype_of_their_arrays():
-    args = *(x.astype(jnp.bfloat16) for x in qkv()), weight(2, 4 * H, 10)
-
-    def f(*args):
-        return ops.attention_linear(*args, precision=coat.COAT_LEAN)
-
-    y, gradients, _ = pulled(f, *args)
-    assert y.dtype == jnp.bfloat16
-    assert [g.dtype for g in gradients] == [x.dtype for x in args]
-    want = quick_jit(f)(*(x.astype(jnp.float32) for x in args))
-    # BF16 rounds scores, probabilities and o to 2^-9 each, and moves codes of o.
-    assert_close(y, want, 2.0**-4)
-    assert jax.eval_shape(ops.attention, *args[:3]).dtype == jnp.bfloat16
-
-
 def test_attention_of_the_newest_token_is_softmax_over_its_visible_slots():
     q, keys, values = draw(1, (2, 1, 4, 16), (2, 5, 2, 16), (2, 5, 2, 16))
     visible = np.array([[True] * 5, [False, True, True, False, True]])
@@ -123,5 +108,5 @@ def test_attention_of_the_newest_token_is_softmax_over_its_visible_slots():
         scores = np.einsum("bnh,bknh->bnk", q[:, 0], keys_of_heads) * (scale or 16**-0.5)
         scores = np.where(visible[:, None], scores, -np.inf)
         wanted = jnp.einsum("bnk,bknh->bnh", jax.nn.softmax(scores), values_of_heads)
-        past = quick_jit(partial(ops.attention_to_past, scale=scale))
+        past = jax.jit(partial(ops.attention_to_past, scale=scale))
         assert_close(past(q, keys, values, visible)[:, 0], wanted)

@@ -12,10 +12,8 @@ from jax.sharding import PartitionSpec as P
 from ops_cases import (
     assert_close,
     assert_equal,
-    distance,
     draw,
     pulled,
-    quick_jit,
     same_gradients,
     weight,
 )
@@ -126,16 +124,6 @@ def test_large_logits_stay_finite():
     assert all(np.all(np.isfinite(g)) for g in gradients)
 
 
-def test_the_loss_is_fp32_and_gradients_have_the_dtype_of_their_arrays():
-    """The loss is FP32; BF16 moves each logit and gradient by 2^-9 of its terms."""
-    hidden, labels = draw(1, (B, S, D), dtype=jnp.bfloat16), labels_for((B, S))
-    loss, (dh, dw), _ = pulled(partial(ops.cross_entropy, labels=labels), hidden, W)
-    assert (loss.dtype, dh.dtype, dw.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
-    wide = pulled(partial(direct, labels=labels), hidden.astype(jnp.float32), W)
-    off = distance((loss, np.float32(dh), dw), (wide[0], *wide[1]))
-    assert np.all(off < 2.0**-7)
-
-
 def sizes(jaxpr):
     """The size of every array in a program, also inside its loops."""
     found = set()
@@ -167,9 +155,9 @@ def test_the_embedding_can_be_the_head_in_bf16():
     def loss(embed, hidden):
         return ops.cross_entropy(hidden, embed.T, labels)
 
-    got, want = (
-        jax.jit(jax.value_and_grad(loss))(embed, h) for h in (hidden, hidden.astype(jnp.float32))
-    )
+    both = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    got, want = both(embed, hidden), both(embed, hidden.astype(jnp.float32))
+    assert [leaf.dtype.name for leaf in jax.tree.leaves(got)] == ["float32", "float32", "bfloat16"]
     assert_close(got, want, 2.0**-6)
 
 
@@ -200,7 +188,7 @@ def test_a_label_beyond_the_vocabulary_is_never_a_finite_loss():
     logits = draw(1, (B, S, V))
     for label, finite in ((-100, True), (V - 1, True), (V, False), (2**32 + 1, False)):
         labels[1, 2] = label
-        loss = quick_jit(partial(ops.cross_entropy, labels=labels))(hidden, W)
+        loss = jax.jit(partial(ops.cross_entropy, labels=labels))(hidden, W)
         assert np.isfinite(loss) == finite
-        sharpness = quick_jit(partial(ops.sharpness, labels=labels))(logits)
+        sharpness = jax.jit(partial(ops.sharpness, labels=labels))(logits)
         assert np.isfinite(sharpness[1, 2]) == (finite and label >= 0)

@@ -2,10 +2,11 @@
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ops_cases import assert_equal, draw, pulled, quick_jit
+from ops_cases import assert_equal, draw, pulled
 
 import coat_jax as coat
 from coat_jax import ops, telemetry
@@ -41,17 +42,15 @@ def test_the_backward_pass_is_that_of_coat():
     assert_equal(of_int8, of_fp8)
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize(("factor", "warned"), [(3, False), (10, True)])
-def test_telemetry_sees_where_outliers_spoil_the_product(factor, warned):
-    """One column of 64 is larger, and its weights as much smaller, so that all count alike.
+def test_telemetry_sees_where_outliers_spoil_the_product():
+    """One column of 64 is ten times larger, and its weights as much smaller: all count alike.
 
     The error of an operand is that of the product if only this operand is rounded.
     """
     normal = np.random.default_rng(0).standard_normal
     x, w = normal((64, 1024), np.float32), normal((1024, 128), np.float32) / 32
-    x[:, ::64] *= factor
-    w[::64] /= factor
+    x[:, ::64] *= 10
+    w[::64] /= 10
 
     def loss(w):
         with telemetry.named("layer"):
@@ -59,7 +58,7 @@ def test_telemetry_sees_where_outliers_spoil_the_product(factor, warned):
 
     found = telemetry.measure(loss, w)
     errors = [found[f"layer/{name}"].error for name in ("input", "weight")]
-    product = quick_jit(partial(ops.linear, precision=coat.COAT_INT8))(x, w)
+    product = jax.jit(partial(ops.linear, precision=coat.COAT_INT8))(x, w)
     x, w = np.float64(x), np.float64(w)
 
     def error(product):
@@ -68,7 +67,7 @@ def test_telemetry_sees_where_outliers_spoil_the_product(factor, warned):
     assert errors[0] == pytest.approx(error(rounded(x) @ w), rel=0.1)
     assert errors[1] == pytest.approx(error(x @ rounded(w.T).T), rel=0.1)
     assert np.hypot(*errors) == pytest.approx(error(product), rel=0.1)
-    assert (max(errors) > 0.04) == warned
+    assert max(errors) > 0.04
 
 
 def rounded(rows):

@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from ops_cases import (
     assert_close,
     assert_equal,
@@ -21,7 +19,6 @@ from ops_cases import (
     draw,
     plain_norm,
     pulled,
-    quick_jit,
     rounded,
     rounded_blocks,
     same_gradients,
@@ -31,7 +28,7 @@ from ops_cases import (
 
 import coat_jax as coat
 from coat_jax import ops
-from coat_jax.numerics.formats import E4M3, E5M2, format_of
+from coat_jax.numerics.formats import E4M3, E5M2
 
 K, N = 13, (29, 7)
 WEIGHTS = tuple(weight(i, K, n) for i, n in enumerate(N))
@@ -90,7 +87,7 @@ def test_fp8_is_the_product_of_rounded_operands():
             for name, precision in SETTINGS.items()
         }
 
-    x = draw(1, (2, 5, K))
+    x = draw(1, (2, 5, K)) * np.exp2(-2.0 * np.arange(K, dtype=np.float32))  # down to subnormals
     y, (gradients,), dy = pulled(f, dict.fromkeys(SETTINGS, (x, WEIGHTS, BIASES)))
     for name, precision in SETTINGS.items():
         want = rounded_layers(x, WEIGHTS, BIASES, dy[name], precision)
@@ -138,36 +135,6 @@ def numpy_norm(x, norm):
     return y if norm.shift is None else y + np.float64(norm.shift)
 
 
-jitted = quick_jit(ops.linear)
-
-
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    binades=st.tuples(st.sampled_from([0.0, 4.0, 30.0]), st.sampled_from([0.0, 4.0, 30.0])),
-    powers=st.tuples(st.integers(-40, 40), st.integers(-40, 40)),
-)
-def test_the_error_of_a_product_is_that_of_its_factors(seed, binades, powers):
-    """Each factor is off by 2^-4 of itself, or by half the smallest code: e, and the product by
-
-    e(x) |w| + |x| e(w) + e(x) e(w),        and its sum by FP32's rounding of K terms.
-    """
-    rng = np.random.default_rng(seed)
-    x, w = (
-        np.float32(np.exp2(power - spread * rng.random(shape)) * rng.choice([-1, 1], shape))
-        for shape, spread, power in zip(((16, 24), (24, 8)), binades, powers, strict=True)
-    )
-    y = np.asarray(jitted(x, w), np.float64)
-    x, w = np.float64(x), np.float64(w)
-    fmt = format_of(E4M3)
-    error_x, error_w = (
-        np.maximum(2.0**-4 * np.abs(a), fmt.tiny / 2 * np.abs(a).max() / (fmt.max / 2))
-        for a in (x, w)
-    )
-    bound = error_x @ np.abs(w) + np.abs(x) @ error_w + error_x @ error_w
-    slack = 24 * 2.0**-24 * (np.abs(x) + error_x) @ (np.abs(w) + error_w)
-    assert np.all(np.abs(y - x @ w) <= bound + slack)
-
-
 def test_one_weight_gives_one_output_and_several_a_tuple():
     x, w, b = draw(1, (2, K)), WEIGHTS[0], BIASES[0]
 
@@ -202,7 +169,7 @@ def test_the_error_after_a_norm_does_not_depend_on_the_size_of_its_input(name):
 
     def errors(size):
         x = draw(1, (2, 8, columns)) * eps**0.5 * size
-        return distance(quick_jit(partial(f, precision=name))(x), f(x, coat.BF16))
+        return distance(jax.jit(partial(f, precision=name))(x), f(x, coat.BF16))
 
     assert np.all(errors(least) < 1.2 * errors(2.0**10))
 
@@ -213,24 +180,6 @@ def test_zero_gives_the_bias_and_no_gradient():
     assert_equal((y, dw), (jnp.broadcast_to(b, y.shape), 0 * w))
     y, (dx, _, _), _ = pulled(ops.linear, x, 0 * w, b)
     assert_equal((y, dx), (jnp.broadcast_to(b, y.shape), 0 * x))
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "fp16"])
-def test_results_and_gradients_have_the_dtype_of_their_arrays(dtype):
-    """Outputs that of x, gradients that of their arrays, and no more is lost than by casting.
-
-    FP16 ends at 65504, which products of codes pass before they are scaled.
-    """
-
-    x, norm, w, b = draw(1, (4, K), dtype=dtype), some_norm("layer", K), WEIGHTS[0], BIASES[0]
-    y, grads, dy = pulled(ops.norm_linear, x, norm, w, b.astype(dtype))
-    assert y.dtype == dtype
-    fp32 = jnp.float32
-    assert [g.dtype for g in jax.tree.leaves(grads)] == [dtype, fp32, fp32, fp32, dtype]
-    wide = x.astype(fp32), norm, w, b.astype(dtype).astype(fp32)
-    want = pulled(ops.norm_linear, *wide, dy=dy.astype(fp32))
-    # BF16 rounds a product, the bias and the result to 2^-9 of each.
-    assert_close((y, grads), want[:2], 2.0**-7)
 
 
 def test_gradients_of_biases_are_summed_in_fp32_and_not_rounded_on_the_way():

@@ -10,11 +10,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ops_cases import (
-    assert_close,
     draw,
     plain_norm,
     pulled,
-    quick_jit,
     same_gradients,
     some_norm,
     through,
@@ -50,15 +48,6 @@ def test_every_norm_computes_its_formula_from_the_saved_values(block):
     same_gradients(f, plain, draw(1, (2, 3, D)), NORMS)
 
 
-def test_rows_are_normal():
-    """Mean square 1, and mean 0 of layer norm; in FP8 as well, as blocks come before the norm."""
-    x = 1e3 * draw(1, (64, D)) + 500
-    rms, layer = quick_jit(lambda x: [ops.norm(x, ops.Norm(kind=kind)) for kind in KINDS])(x)
-    for y in (rms, layer):
-        np.testing.assert_allclose(np.square(np.float64(y)).mean(-1), 1, rtol=1e-5)
-    np.testing.assert_allclose(np.float64(layer).mean(-1), 0, atol=1e-5)
-
-
 def test_eps_keeps_zero_and_small_rows_finite():
     x = jnp.concatenate([jnp.zeros((1, D)), 1e-6 * draw(1, (1, D)), draw(2, (1, D))])
     norms = [ops.Norm(kind=kind, eps=1e-6) for kind in KINDS]
@@ -69,14 +58,6 @@ def test_eps_keeps_zero_and_small_rows_finite():
         assert np.all(rows[0] == 0)
         # Members of 1e-6 over a root of 1e-6.
         assert np.all(np.abs(rows[1]) <= 1.01e-3 * np.abs(1e6 * x[1]).max())
-
-
-def test_results_and_gradients_have_the_dtype_of_their_arrays():
-    x, norm = draw(1, (4, D), dtype=jnp.bfloat16), some_norm("layer", D)
-    y, (dx, d_norm), _ = pulled(ops.norm, x, norm)
-    assert y.dtype == dx.dtype == jnp.bfloat16
-    assert d_norm.scale.dtype == d_norm.shift.dtype == jnp.float32
-    assert_close(y, quick_jit(ops.norm)(x.astype(jnp.float32), norm), 2.0**-8)
 
 
 def test_a_norm_is_a_tree_of_its_parameters():

@@ -20,7 +20,6 @@ from ops_cases import (
     PRESETS,
     WIDTH,
     assert_close,
-    assert_equal,
     distance,
     draw,
     layer,
@@ -28,7 +27,6 @@ from ops_cases import (
     plain_attention,
     plain_norm,
     pulled,
-    quick_jit,
     same_gradients,
     some_norm,
     weight,
@@ -51,7 +49,7 @@ def run(params, x, dy, precision):
 
 @functools.cache
 def compiled(name):
-    return quick_jit(functools.partial(run, precision=PRESETS[name]))
+    return jax.jit(functools.partial(run, precision=PRESETS[name]))
 
 
 @functools.cache
@@ -68,7 +66,8 @@ def assert_same(got, want):
     assert np.all(distance(got, want) < SAME), distance(got, want)
 
 
-@pytest.mark.parametrize("name", ["coat", "coat_lean", "coat_int8"])
+@pytest.mark.costly
+@pytest.mark.parametrize("name", ["coat", "coat_int8", "coat_lean"])
 def test_nan_and_infinity_never_become_finite(name):
     """In x, its token is lost at least, and the weights' gradients; in dy the gradients."""
     for bad in (np.nan, np.inf, -np.inf):
@@ -82,11 +81,6 @@ def test_nan_and_infinity_never_become_finite(name):
         assert np.all(np.isfinite(y))
         assert not np.any(np.isfinite(dx[1, 3]))
         assert all(not np.all(np.isfinite(lost)) for lost in jax.tree.leaves(d_params))
-
-
-@pytest.mark.parametrize("name", ["coat", "coat_lean"])
-def test_the_same_call_gives_the_same_bits(name):
-    assert_equal(compiled(name)(PARAMS, X, DY), expected(name))
 
 
 def test_a_scan_over_stacked_layers_is_one_layer_after_the_other():
@@ -154,7 +148,7 @@ def test_second_derivatives_in_full_precision_are_those_of_the_formula():
         return jnp.where(labels >= 0, lse - label + 0.1 * lse**2, 0).sum() / 5
 
     def twice(f):
-        return quick_jit(lambda x, t: jax.jvp(jax.grad(f), (x,), (t,)))(x, draw(4, x.shape))
+        return jax.jit(lambda x, t: jax.jvp(jax.grad(f), (x,), (t,)))(x, draw(4, x.shape))
 
     # Ten layers in a row, twice differentiated, each to FP32.
     assert_close(twice(layers), twice(formula), 10 * FP32)
@@ -187,8 +181,42 @@ def test_a_mesh_of_eight_changes_nothing():
     with jax.set_mesh(mesh):
         params = jax.tree.map(place, PARAMS)
         x, dy = (jax.device_put(leaf, batch) for leaf in (X, DY))
-        got = quick_jit(functools.partial(run, precision=coat.COAT_LEAN))(params, x, dy)
+        got = jax.jit(functools.partial(run, precision=coat.COAT_LEAN))(params, x, dy)
     assert_same(got, expected("coat_lean"))
+
+
+def in_16_bits(dtype):
+    """Ops with an input and a bias, if they have one, in 16 bits; the other arrays are FP32."""
+    x, norm, down = draw(1, (4, 13), dtype=dtype), some_norm("layer", 13), weight(2, 29, 13)
+    wide, bias = weight(1, 13, 29), draw(5, (29,), dtype=dtype)
+    heads = draw(2, *[(2, 7, n, 24) for n in (4, 2, 2)], dtype=dtype)
+    lean = functools.partial(ops.attention_linear, precision=coat.COAT_LEAN)
+    return {
+        "norm": (ops.norm, (x, norm)),
+        "norm_linear": (ops.norm_linear, (x, norm, wide, bias)),
+        "gated_mlp": (ops.gated_mlp, (x, norm, wide, wide, down)),
+        "attention_linear": (lean, (*heads, weight(3, 96, 10))),
+    }
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", in_16_bits(jnp.bfloat16))
+def test_results_and_gradients_have_the_dtype_of_their_arrays(name, dtype):
+    """And no more is lost than by casting, which moves a few numbers to the next code.
+
+    FP16 ends at 65504, which products of codes pass before they are scaled.
+    """
+    f, arguments = in_16_bits(dtype)[name]
+    y, gradients, dy = pulled(f, *arguments)
+    assert y.dtype == dtype
+    assert dtypes(gradients) == dtypes(arguments)
+    wide = jax.tree.map(lambda array: array.astype(jnp.float32), (*arguments, dy))
+    want = pulled(f, *wide[:-1], dy=wide[-1])[:2]
+    assert np.all(distance((y, gradients), want) < 2.0**-5)
+
+
+def dtypes(tree):
+    return [leaf.dtype for leaf in jax.tree.leaves(tree)]
 
 
 @pytest.mark.parametrize("name", ["coat", "coat_int8"])

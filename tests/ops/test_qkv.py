@@ -5,7 +5,6 @@ both are powers of two, and E5M2's smallest numbers are far away.
 """
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,6 @@ from ops_cases import (
     distance,
     draw,
     pulled,
-    quick_jit,
     same_gradients,
     some_norm,
     weight,
@@ -81,32 +79,15 @@ def test_it_is_norm_linear_and_rotate():
 @pytest.mark.costly
 @pytest.mark.parametrize("name", FP8_PRESETS)
 def test_it_is_norm_linear_and_rotate_in_fp8(name):
+    """All gradients that arrive are 1.7, almost E5M2's largest code, and grow where they rotate."""
+    rng, args = np.random.default_rng(0), (X, NORM, WEIGHTS, BIASES)
+    outputs = jax.eval_shape(fused(ROTARY, None, PRESETS[name]), *args)
+    dy = jax.tree.map(lambda y: np.float32(rng.choice([-1.7, 1.7], y.shape)), outputs)
     for backward in (coat.E5M2, coat.E4M3):
         how = ROTARY, None, dataclasses.replace(PRESETS[name], backward=backward)
-        args = X, NORM, WEIGHTS, BIASES
-        (y, gradients, _), (y_want, want, _) = (pulled(f(*how), *args) for f in (fused, composed))
+        (y, gradients, _), (y_want, want, _) = (
+            pulled(f(*how), *args, dy=dy) for f in (fused, composed)
+        )
         assert distance(y, y_want).max() < 1e-6
         # E4M3's smallest numbers are 2^-18 of its largest: within reach of the looser scale.
         assert distance(gradients, want).max() < (1e-6 if backward == coat.E5M2 else 1e-3)
-
-
-def test_the_residual_stream_passes_through_unchanged():
-    x, *_ = quick_jit(partial(ops.norm_qkv, head_dim=H))(X, NORM, WEIGHTS)
-    np.testing.assert_array_equal(x, X)
-
-
-def test_it_saves_only_positions_besides_what_norm_linear_saves():
-    def kept(f):
-        pull = jax.eval_shape(lambda *args: jax.vjp(f, *args)[1], X, NORM, WEIGHTS)
-        return sorted(str(leaf) for leaf in jax.tree.leaves(pull))
-
-    positions = str(jax.ShapeDtypeStruct((S,), jnp.int32))
-    for precision in PRESETS.values():
-        got = kept(
-            lambda x, n, w, p=precision: ops.norm_qkv(
-                x, n, w, head_dim=H, rotary=ROTARY, precision=p
-            )
-        )
-        want = kept(lambda x, n, w, p=precision: ops.norm_linear(x, n, w, precision=p))
-        got.remove(positions)
-        assert got == want

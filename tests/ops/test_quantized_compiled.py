@@ -5,11 +5,9 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from hopper import COMPILED
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-
-pytest.importorskip("jax_triton")
-from hopper import can_compile_for_hopper
 
 from coat_jax import ops
 from coat_jax.kernels.gemm import FEW_ROWS
@@ -17,10 +15,7 @@ from coat_jax.numerics import eight_bits
 from coat_jax.numerics.eight_bits import DTYPES
 from experiments.hopper import OPTIONS, compile_for, hopper_mesh, there
 
-pytestmark = [
-    pytest.mark.compiled,
-    pytest.mark.skipif(not can_compile_for_hopper(), reason="needs XLA's CUDA plugin"),
-]
+pytestmark = COMPILED
 
 K, N = 1024, 2816
 OF_INT8 = re.compile(r"\(s32\[(\d+),2816\].*custom-call.*__cublas\$lt\$matmul\"")

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ops_cases import assert_equal, draw, quick_jit
+from ops_cases import assert_equal, draw
 
 from coat_jax import ops
 from coat_jax.numerics.blocks import from_blocks, to_blocks
@@ -22,7 +22,7 @@ def rounded(x, block, stochastic=True):
 
 @pytest.mark.parametrize("how", [{}, {"stochastic": False}], ids=["default", "to nearest"])
 def test_the_result_is_exact_and_gradients_are_those_at_the_rounded_input(how):
-    @quick_jit
+    @jax.jit
     def results(x, *arguments):
         found, wanted = [], []
         for block in (16, 128):

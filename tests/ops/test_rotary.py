@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ops_cases import assert_close, draw, pulled, quick_jit
+from ops_cases import assert_close, draw, pulled
 
 from coat_jax import ops
 from coat_jax.ops import Llama3Scaling, Rotary
@@ -69,7 +69,7 @@ def test_results_have_the_dtype_of_x_and_angles_are_fp32():
     """BF16 holds positions up to 256 only: at 1001 it would turn by 3 radians too little."""
     positions = 1001 + np.arange(S)
     x = X.astype(jnp.bfloat16)
-    y = quick_jit(lambda x: ops.rotate(x, positions, Rotary()))(x)
+    y = jax.jit(lambda x: ops.rotate(x, positions, Rotary()))(x)
     assert y.dtype == jnp.bfloat16
     assert_close(y, rotated(x, positions, np.float64(Rotary().frequencies(H))), 2.0**-8)
 

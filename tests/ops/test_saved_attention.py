@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ops_cases import assert_close, distance, draw, quick_jit, same_gradients
+from ops_cases import assert_close, distance, draw, same_gradients
 
 import coat_jax as coat
 from coat_jax import ops
@@ -77,7 +77,7 @@ def gradients(backend, precision):
         y = ops.attention_linear(*args, precision=precision, backend=backend)
         return jnp.sum(y * dy)
 
-    return quick_jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*qkv, weight)
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*qkv, weight)
 
 
 def test_the_forward_pass_runs_once(cudnn):

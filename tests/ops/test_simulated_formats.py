@@ -21,13 +21,12 @@ from ops_cases import (
     layer,
     layer_params,
     pulled,
-    quick_jit,
     weight,
 )
 from small_model import SMALL
 
 import coat_jax as coat
-from coat_jax import ops, telemetry
+from coat_jax import ops
 from coat_jax.numerics import blocks
 from coat_jax.numerics.minifloat import minifloat
 from coat_jax.numerics.quantizer import Quantizer
@@ -37,7 +36,7 @@ TWINS = {"forward": "E4M3:bias=9", "backward": "E5M2:bias=13"}
 
 
 def linear(precision):
-    return quick_jit(partial(ops.linear, precision=precision))
+    return jax.jit(partial(ops.linear, precision=precision))
 
 
 @pytest.mark.costly
@@ -58,7 +57,7 @@ def test_blocks_are_those_of_the_quantizer():
     names = "E2M1", "E3M4", "E0M7", "E8M3", "E5M10", "E4M0"
     x = draw(0, (8, 64)) * jnp.exp2(jnp.arange(8) * 12.0 - 42)[:, None]
 
-    @quick_jit
+    @jax.jit
     def both(x):
         stored = {name: blocks.to_blocks(x, minifloat(name), size=16) for name in names}
         values = {name: blocks.from_blocks(one, size=16) for name, one in stored.items()}
@@ -85,32 +84,10 @@ def test_a_product_is_that_of_the_rounded_operands():
     assert_close((y, dx, dw), (x @ w, dy @ w.T, x.T @ dy), 1e-5)
 
 
-def test_fewer_mantissa_bits_cost_accuracy_as_they_should():
-    """Two rounded operands have relative errors of up to 2^-(bits + 1); so has their product."""
-    x, w = draw(1, (64, 256)), weight(2, 256, 64)
-    exact = np.asarray(x @ w)
-    for bits in (7, 5, 3):
-        precision = coat.Precision(forward=f"E8M{bits}", backward=f"E8M{bits}", block=None)
-        error = distance(linear(precision)(x, w), exact)[0]
-        assert 0.4 < error / (2.0 ** -(bits + 1) * (2 / 3) ** 0.5) < 1
-
-
 def test_wide_formats_neither_overflow_nor_underflow():
     x, w = draw(1, (8, 32)) * 2.0**60, weight(2, 32, 8) * 2.0**-60
     precision = coat.Precision(forward="E8M7", backward="E8M7", block=None)
     assert_close(linear(precision)(x, w), x @ w, 2.0**-7)
-
-
-def test_telemetry_sees_simulated_formats():
-    precision = coat.Precision(forward="E2M1", backward="E3M2")
-
-    def loss(w, x):
-        with telemetry.named("layer"):
-            return jnp.sum(jnp.sin(ops.linear(x, w, precision=precision)))
-
-    found = telemetry.measure(loss, weight(2, 32, 48), draw(1, (8, 32)))
-    assert set(found) == {"layer/input", "layer/weight", "layer/gradient"}
-    assert all(0.01 < statistics.error < 0.9 for statistics in found.values())
 
 
 def test_a_config_is_written_with_the_names_of_its_formats():

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from quick import OPTIONS
 
 import coat_jax as coat
 from coat_jax import ops
@@ -51,7 +50,7 @@ def loss(arguments):
     return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(outputs))
 
 
-gradients = jax.jit(jax.grad(loss), compiler_options=OPTIONS)
+gradients = jax.jit(jax.grad(loss))
 
 
 @pytest.mark.costly
@@ -72,7 +71,7 @@ def test_gradients_are_those_of_a_loop(mapped):
         np.stack([x, -x, 0.5 * x]) if i in mapped else x
         for i, x in enumerate(map(np.asarray, (X, W, V)))
     ]
-    found = jax.jit(jax.grad(together), compiler_options=OPTIONS)(of_each(arguments))
+    found = jax.jit(jax.grad(together))(of_each(arguments))
     alone = [gradients(one(place)) for place in range(3)]
     for name, ours in found.items():
         for i, one_by_one in enumerate(zip(*(each[name] for each in alone), strict=True)):

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from steps import assert_equal, normal
 
 from coat_jax.optax import Storage, fp8_adamw, fp8_muon
 
@@ -19,13 +20,9 @@ FP8 = Storage(min_size=0)
 SHAPE = (4, 256)
 
 
-def noise(seed, shape=SHAPE):
-    return jax.device_put(np.float32(np.random.default_rng(seed).standard_normal(shape)))
-
-
 @pytest.fixture
 def params():
-    return {"w": noise(0)}
+    return {"w": normal(0, SHAPE)}
 
 
 def path_of(tx, params, grads):
@@ -39,13 +36,8 @@ def path_of(tx, params, grads):
     return updates, states
 
 
-def assert_equal(got, wanted):
-    assert jax.tree.structure(got) == jax.tree.structure(wanted)
-    jax.tree.map(np.testing.assert_array_equal, got, wanted)
-
-
 def test_injected_numbers_change_nothing_until_they_are_changed(params):
-    grads = [{"w": noise(i)} for i in (1, 2)]
+    grads = [{"w": normal(i, SHAPE)} for i in (1, 2)]
     plain, _ = path_of(fp8_adamw(1e-2, b1=0.8, weight_decay=0.1, storage=FP8), params, grads)
     tx = optax.inject_hyperparams(fp8_adamw, static_args=("storage",))(
         1e-2, b1=optax.constant_schedule(0.8), weight_decay=0.1, storage=FP8
@@ -84,7 +76,7 @@ def test_a_number_that_is_rounded_out_of_its_range_says_where_it_was_rounded():
 def test_partitions_are_stepped_as_if_alone_and_rounded_with_noise_of_their_own(params):
     groups = {"x": fp8_adamw(1e-2, storage=FP8), "y": fp8_adamw(1e-2, storage=FP8)}
     tx = optax.partition({**groups, "sgd": optax.sgd(0.5)}, {"a": "x", "b": "y", "c": "sgd"})
-    grads = [noise(1), noise(2)]
+    grads = [normal(1, SHAPE), normal(2, SHAPE)]
     together = [dict.fromkeys("abc", g) for g in grads]
     updates, states = path_of(tx, dict.fromkeys("abc", params["w"]), together)
     alone, _ = path_of(groups["x"], {"a": params["w"]}, [{"a": g} for g in grads])
@@ -94,15 +86,3 @@ def test_partitions_are_stepped_as_if_alone_and_rounded_with_noise_of_their_own(
     leaves = [leaf for leaf in jax.tree.leaves(states[0]) if leaf.shape == SHAPE]
     _, of_a, _, of_b = (leaf.astype(jnp.float32) for leaf in leaves)  # mu, nu; mu, nu
     assert jnp.mean(of_a != of_b) > 0.1
-
-
-def test_tree_map_params_maps_what_follows_a_parameter_and_nothing_else(params):
-    tx = fp8_adamw(1e-2, storage=FP8)
-    state = tx.init(params)
-    marked = optax.tree_map_params(
-        tx, lambda leaf, name: name, state, {"w": "follows"}, transform_non_params=lambda _: "no"
-    )
-    for moment in (marked[0].mu, marked[0].nu):
-        assert all(tree == {"w": "follows"} for tree in moment)
-    assert marked[0].count == "no"
-    assert_equal(optax.tree_map_params(tx, lambda leaf: leaf, state), state)

@@ -7,6 +7,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from steps import normal, step_of
 
 from coat_jax.numerics import corrections
 from coat_jax.numerics import noise as random
@@ -25,18 +26,14 @@ FP8 = Storage(min_size=512)
 RATE = 1e-3
 
 
-def noise(seed, shape, dtype=jnp.float32):
-    return jax.device_put(np.random.default_rng(seed).standard_normal(shape).astype(dtype))
-
-
 def parameters():
     """A matrix with moments in 8 bits, a vector with moments in FP32, and one that is FP32."""
-    matrix, vector = noise(0, (16, 256), jnp.bfloat16), noise(1, (256,), jnp.bfloat16)
-    return {"matrix": matrix, "vector": vector, "scale": noise(2, (64,))}
+    matrix, vector = normal(0, (16, 256), jnp.bfloat16), normal(1, (256,), jnp.bfloat16)
+    return {"matrix": matrix, "vector": vector, "scale": normal(2, (64,))}
 
 
 def gradients(params, seed):
-    return {name: noise((seed, i), p.shape) for i, (name, p) in enumerate(params.items())}
+    return {name: normal((seed, i), p.shape) for i, (name, p) in enumerate(params.items())}
 
 
 def fused(**arguments):
@@ -45,12 +42,7 @@ def fused(**arguments):
 
 def wrapped():
     tx = with_corrections(optax.adamw(RATE, weight_decay=0.1))
-
-    def step(params, grads, state):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return tx.init, step
+    return tx.init, step_of(tx)
 
 
 OPTIMIZERS = {
@@ -101,51 +93,6 @@ def test_a_step_is_that_of_fp32_parameters_rounded_to_24_bits(name):
         jax.tree.map(np.testing.assert_array_equal, skipped, (params, state))
 
 
-def test_the_distance_from_fp32_parameters_is_a_sum_of_roundings_without_bias():
-    """Each step rounds by up to half a place, either way, 1 / sqrt(12) places in the root mean."""
-    steps, optimizer = 100, fused()
-    step = jax.jit(optimizer.step)
-    drawn = np.asarray(noise(0, (32, 256)))
-    params = {"w": jax.device_put(np.where(np.abs(drawn) < 0.5, 1, drawn).astype(jnp.bfloat16))}
-    wide = {"w": params["w"].astype(jnp.float32)}
-    state, state_of_wide = optimizer.init(params), optimizer.init(wide)
-    for i in range(steps):
-        grads = {"w": noise(10 + i, (32, 256))}
-        params, state = step(params, grads, state)
-        wide, state_of_wide = step(wide, grads, state_of_wide)
-    got, wanted = np.float64(read(params, state)["w"]), np.float64(wide["w"])
-    assert np.any(np.float64(params["w"]) != got)
-    distance = np.sign(wanted) * (got - wanted) / place(wanted)
-    # A binade further up the place is twice as large: twice for parameters that crossed.
-    assert np.abs(distance).max() <= 2 * steps / 2
-    assert np.sqrt(np.mean(distance**2)) <= 2 * np.sqrt(steps / 12)
-    assert abs(distance.mean()) <= 6 * 2 * np.sqrt(steps / 12 / distance.size)
-
-
-def test_updates_below_half_a_place_are_kept_on_average_if_rounded_stochastically():
-    """0.1 places per step, which rounding to nearest loses."""
-    steps, share = 20, 0.1
-    settings = {"weight_decay": 0.0, "storage": FP8, "correct_params": True}
-    optimizer = fused_fp8_adamw(share * 2.0**-15, round_params=True, **settings)
-    step = jax.jit(optimizer.step)
-    params = {"w": jnp.ones((32, 256), jnp.bfloat16)}
-    state = optimizer.init(params)
-    for _ in range(steps):
-        params, state = step(params, {"w": -jnp.ones((32, 256))}, state)
-    moved = (np.asarray(read(params, state)["w"], np.float64) - 1) * 2**15
-    spread = np.sqrt(steps * share * (1 - share) / moved.size)
-    assert abs(moved.mean() - steps * share) <= 6 * spread
-
-
-def test_a_parameter_that_is_set_to_zero_begins_at_zero():
-    optimizer = fused()
-    params = parameters()
-    params, state = jax.jit(optimizer.step)(params, gradients(params, 0), optimizer.init(params))
-    pruned = {**params, "matrix": params["matrix"] * 0}
-    assert np.any(np.asarray(state.corrections["matrix"]) < 0)
-    assert not np.any(corrected_params(pruned, state)["matrix"])
-
-
 def test_the_state_takes_a_byte_for_a_parameter_in_bf16_and_next_to_nothing_for_others():
     params = {"w": jnp.zeros((1024, 1024), jnp.bfloat16), "v": jnp.zeros((1024, 1024))}
     without = jax.eval_shape(fused_fp8_adamw(RATE).init, params)
@@ -175,17 +122,6 @@ def test_on_a_mesh_corrections_are_sharded_like_their_parameters_and_the_numbers
         strict=True,
     ):
         np.testing.assert_allclose(a, b, rtol=2.0**-15)
-
-
-def test_donated_parameters_and_corrections_are_updated_in_place_by_one_program():
-    optimizer, params = fused(), parameters()
-    begin, state, grads = params, optimizer.init(params), gradients(params, 0)
-    corrections_of_matrix = state.corrections["matrix"]
-    step = jax.jit(optimizer.step, donate_argnums=(0, 2))
-    for _ in range(2):
-        params, state = step(params, grads, state)
-    assert step._cache_size() == 1
-    assert all(leaf.is_deleted() for leaf in (*begin.values(), corrections_of_matrix))
 
 
 def plain():
@@ -251,19 +187,3 @@ def test_the_fast_parameters_of_a_lookahead_are_corrected():
         params = optax.apply_updates(params, updates)
     corrected = corrected_params(params, state)
     np.testing.assert_array_equal(corrected.fast["w"], 1 - 4 * 2.0**-12)
-
-
-def test_the_seed_decides_how_a_step_in_place_rounds_the_last_of_24_bits():
-    params = {"w": jnp.ones((64, 128), jnp.bfloat16)}
-
-    def corrections_of(seed):
-        optimizer = in_place(
-            optax.sgd(0.3 * 2.0**-15), round_params=True, correct_params=True, seed=seed
-        )
-        _, state = optimizer.step(params, {"w": -jnp.ones((64, 128))}, optimizer.init(params))
-        return np.asarray(state.corrections["w"])
-
-    one, again, other = (corrections_of(seed) for seed in (1, 1, 2))
-    assert set(np.unique(one)) == {0, 1}
-    np.testing.assert_array_equal(one, again)
-    assert 0.3 < np.mean(one != other) < 0.5  # 2 * 0.3 * 0.7

@@ -5,26 +5,21 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from hopper import COMPILED, collectives, compile_step_in_place, kernel_calls, timeline
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-
-pytest.importorskip("jax_triton")
-from hopper import can_compile_for_hopper, collectives, kernel_calls, timeline
 
 import coat_jax as coat
 from coat_jax.optax.states.host_memory import COPIES_AT_ONCE
 from experiments.hopper import compile_for, hopper_mesh, there
 
-pytestmark = [
-    pytest.mark.compiled,
-    pytest.mark.skipif(not can_compile_for_hopper(), reason="needs XLA's CUDA plugin"),
-]
+pytestmark = COMPILED
 
 SHAPE = (8192, 8192)  # of which one makes a part
 
 
 def compile_step(parameters, gpus=1, **arguments):
-    """The step on as many parameters, all but gradients donated; and the state's shapes."""
+    """The step on as many parameters, all but gradients donated."""
     mesh = hopper_mesh((gpus,), ("fsdp",))
     rows = NamedSharding(mesh, P("fsdp"))
     optimizer = coat.optax.in_host_memory(
@@ -33,32 +28,19 @@ def compile_step(parameters, gpus=1, **arguments):
     params = [jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16, sharding=rows)] * parameters
     with there():
         shardings = coat.optax.state_shardings(optimizer, params)
-        state = jax.tree.map(
-            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
-            jax.eval_shape(optimizer.init, params),
-            shardings,
-        )
-        program = compile_for(
+        return compile_step_in_place(
             mesh,
-            optimizer.step,
+            optimizer,
             params,
-            params,
-            state,
-            donate_argnums=(0, 2),
             out_shardings=([rows] * parameters, shardings),
             compiler_options=COPIES_AT_ONCE,
         )
-    return program, state
-
-
-def bytes_of_codes(state):
-    return 2 * sum(leaf.size for leaf in jax.tree.leaves(state.mu.codes))
 
 
 @pytest.mark.parametrize("arguments", [{}, {"correct_params": True}], ids=["moments", "corrected"])
 def test_two_parts_of_six_are_on_the_device(arguments):
     part = SHAPE[0] * SHAPE[1] * (3 if arguments else 2)
-    used = compile_step(6, **arguments)[0].memory_analysis()
+    used = compile_step(6, **arguments).memory_analysis()
     # Two parts, and at most half a one for which XLA finds no place between them.
     assert used.temp_size_in_bytes < 2.6 * part
     assert used.host_alias_size_in_bytes == used.host_argument_size_in_bytes == 6 * part
@@ -66,8 +48,7 @@ def test_two_parts_of_six_are_on_the_device(arguments):
 
 
 def test_a_part_comes_while_the_one_before_goes():
-    program, _ = compile_step(4)
-    found = timeline(program)
+    found = timeline(compile_step(4))
     assert found[:5] == ["+to device", "+to device", "-to device", "-to device", "kernel"]
     for part in (found[5:14], found[14:23], found[23:32]):
         assert sorted(part[:4]) == ["+to device", "+to device", "+to host", "+to host"]
@@ -77,9 +58,9 @@ def test_a_part_comes_while_the_one_before_goes():
 
 
 def test_each_gpu_moves_its_own_shard():
-    program, state = compile_step(4, gpus=4)
+    program = compile_step(4, gpus=4)
     used = program.memory_analysis()
-    assert used.host_argument_size_in_bytes == bytes_of_codes(state) // 4
+    assert used.host_argument_size_in_bytes == 2 * SHAPE[0] * SHAPE[1]
     assert kernel_calls(program) == 4
     assert collectives(program) == []
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 from optax.contrib import muon as optax_muon
 from small_model import SMALL
+from steps import normal
 
 import coat_jax as coat
 from coat_jax import models
@@ -27,10 +28,6 @@ STANDARD = np.array([3.4445, -4.7750, 2.0315])
 IN_FP32 = coat.Storage(min_size=1 << 30)
 IN_8_BITS = coat.Storage(min_size=0)
 SHAPES = {"embedding": (96, 32), "wide": (32, 160), "stack": (2, 96, 48)}
-
-
-def normal(seed, shape):
-    return jax.device_put(np.float32(np.random.default_rng(seed).standard_normal(shape)))
 
 
 def tree(seed, shapes=SHAPES):
@@ -51,13 +48,14 @@ def theirs(x, coefficients, steps, preconditioning):
     return orthogonalized(x, jnp.asarray(coefficients, jnp.float32), steps, preconditioning)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("preconditioning", "coefficients", "steps"),
     [
         ("frobenius", STANDARD, 5),
-        ("spectral", STANDARD, 3),
-        ("aol", STANDARD, 5),
-        ("schatten", np.array(newton_schulz.DION), 5),
+        ("spectral", STANDARD, 1),
+        ("schatten", np.array(newton_schulz.DION), 2),
+        ("aol", STANDARD, 2),
     ],
 )
 def test_each_matrix_is_orthogonalized_as_by_optax(
@@ -94,7 +92,7 @@ def test_zeros_are_orthogonalized_to_zeros():
     def all_ways():
         return [
             orthogonalize(
-                [jnp.zeros((1, 4, 6))], STANDARD, eps=eps, preconditioning=how, dtype=dtype
+                [jnp.zeros((1, 4, 6))], STANDARD, steps=1, eps=eps, preconditioning=how, dtype=dtype
             )
             for how in ("frobenius", "spectral", "aol", "schatten")
             for dtype, eps in ((jnp.float16, 1e-8), (jnp.bfloat16, 0.0))
@@ -174,43 +172,21 @@ def test_with_fp32_storage_it_is_optax_muon_and_8_bits_turn_an_update_by_little(
 # --- Momentum ----------------------------------------------------------------------------------
 
 
-def momentum(state, storage=IN_8_BITS):
+def momentum(state):
     """The stored momentum of the leaf "w", in FP32."""
     mu = jax.tree.map(lambda tree: tree["w"], state.mu, is_leaf=lambda x: type(x) is dict)
-    return np.asarray(storage.read(mu, storage.first)) * np.asarray(state.columns["w"])
+    return np.asarray(IN_8_BITS.read(mu, IN_8_BITS.first)) * np.asarray(state.columns["w"])
 
 
-def first_step(w, seed=0):
+def first_step(w):
     """The state after one step; the rounding of the update does not matter."""
-    tx = scale_by_fp8_muon(ns_steps=1, storage=coat.Storage(min_size=0, seed=seed))
+    tx = scale_by_fp8_muon(ns_steps=1, storage=IN_8_BITS)
     return jax.jit(tx.update)({"w": w}, tx.init({"w": w}))[1]
 
 
 def test_the_state_of_a_matrix_takes_less_than_1_1_bytes_a_parameter():
     state = jax.eval_shape(scale_by_fp8_muon().init, {"w": jnp.zeros((256, 1024))})
     assert sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) <= 1.1 * 2**18
-
-
-@pytest.mark.parametrize("storage", [coat.storage.PAPER, IN_8_BITS])
-def test_momentum_without_a_gradient_decays_to_zero(storage):
-    """A code that rounding to nearest would hold up must go on to fall."""
-    tx = scale_by_fp8_muon(ns_steps=1, storage=storage)
-    large = np.zeros((128, 256), bool)
-    large[:, 0] = large[0] = True  # holds all scales up
-    gradient = {"w": np.where(large, np.float32(100), normal(0, large.shape))}
-    alone = {"w": np.where(large, np.float32(100), np.float32(0))}
-    step = jax.jit(tx.update)
-    _, state = step(gradient, tx.init(gradient))
-    for _ in range(120):
-        _, state = step(alone, state)
-    assert np.mean(np.abs(momentum(state, storage)[1:, 1:128])) < 0.01
-
-
-def test_the_seed_decides_how_the_momentum_is_rounded():
-    w = normal(0, (32, 64))
-    one, other, again = (first_step(w, seed).mu.codes["w"] for seed in (0, 1, 0))
-    assert 0.01 < np.mean(one != other) < 0.5
-    np.testing.assert_array_equal(one, again)
 
 
 def test_the_error_of_a_column_is_as_small_as_the_column():
@@ -412,19 +388,6 @@ def test_matrices_that_are_sharded_explicitly_are_updated_and_stay_sharded():
 
 
 # --- Dtypes and refusals -----------------------------------------------------------------------
-
-
-def test_updates_have_the_dtypes_that_they_have_in_optax():
-    dtypes = ("float32", "bfloat16", "float16")
-    pairs = {f"{p} {g}": (p, g) for p in dtypes for g in dtypes}
-    params = {name: jnp.ones((32, 32), p) for name, (p, _) in pairs.items()}
-    grads = {name: jnp.ones((32, 32), g) for name, (_, g) in pairs.items()}
-
-    ours, alone, theirs = (
-        jax.eval_shape(lambda tx=tx: tx.update(grads, tx.init(params), params)[0])
-        for tx in (fp8_muon(0.02), scale_by_fp8_muon(), optax_muon(0.02))
-    )
-    assert ours == alone == theirs
 
 
 @pytest.mark.parametrize(

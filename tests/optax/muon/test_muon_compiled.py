@@ -6,19 +6,14 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from hopper import COMPILED, collectives, compile_step_in_place
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-pytest.importorskip("jax_triton")
-from hopper import can_compile_for_hopper, collectives
-
 import coat_jax as coat
-from experiments.hopper import OPTIONS, compile_for, hopper_mesh
+from experiments.hopper import OPTIONS, hopper_mesh
 
-pytestmark = [
-    pytest.mark.compiled,
-    pytest.mark.skipif(not can_compile_for_hopper(), reason="needs XLA's CUDA plugin"),
-]
+pytestmark = COMPILED
 
 STEPS = 5
 SHAPES = {"square": (8, 512, 512), "wide": (4, 512, 1024), "tall": (4, 1024, 512)}
@@ -31,13 +26,7 @@ def compile_step(mesh, spec, **arguments):
         name: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
         for name, shape in SHAPES.items()
     }
-    state = jax.tree.map(
-        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
-        jax.eval_shape(optimizer.init, params),
-        coat.optax.state_shardings(optimizer, params),
-    )
-    jit = {"donate_argnums": (0, 2), "compiler_options": OPTIONS}
-    return compile_for(mesh, optimizer.step, params, params, state, **jit)
+    return compile_step_in_place(mesh, optimizer, params, compiler_options=OPTIONS)
 
 
 def elements_of_products(program):

@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from steps import assert_equal
 
 from coat_jax import manifest
 from coat_jax.errors import UserError
@@ -41,13 +42,6 @@ def params_on(mesh_shape=None, spec=None):
 def stepped(tx, params):
     """A state with something in it."""
     return jax.jit(tx.update)(params, tx.init(params), params)[1]
-
-
-def assert_equal(got, wanted):
-    assert jax.tree.structure(got) == jax.tree.structure(wanted)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
 @pytest.fixture(scope="module")

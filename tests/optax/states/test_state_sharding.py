@@ -19,6 +19,7 @@ import pytest
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from steps import normal, step_of
 
 from coat_jax.optax import (
     Storage,
@@ -41,30 +42,19 @@ COLLECTIVES = r"(all-gather|all-reduce|all-to-all|collective-permute|reduce-scat
 KINDS = (AxisType.Auto, AxisType.Explicit)
 
 
-def chain_step(tx):
-    def step(params, grads, state):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return step
-
-
 chain = fp8_adamw(1e-2, weight_decay=0.1)
 fused = fused_fp8_adamw(1e-2, weight_decay=0.1)
 compressed = compress(optax.lion(1e-2, weight_decay=0.1))
 OPTIMIZERS = {
-    "chain": (chain, chain_step(chain)),
+    "chain": (chain, step_of(chain)),
     "fused": (fused, fused.step),
-    "compressed": (compressed, chain_step(compressed)),
+    "compressed": (compressed, step_of(compressed)),
 }
 
 
 def draw(seed):
     rng = np.random.default_rng(seed)
-    return {
-        name: jax.device_put(np.float32(rng.standard_normal(shape)))
-        for name, shape in SHAPES.items()
-    }
+    return {name: normal(rng, shape) for name, shape in SHAPES.items()}
 
 
 @functools.cache
@@ -134,6 +124,7 @@ def test_no_mesh_changes_the_results_or_makes_a_step_communicate(which, shape, k
         assert_sharded_alike(state[0].nu.codes, shardings)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("which", "shape"), [("compressed", (2, 2, 2)), ("chain", (4, 2))])
 def test_the_state_is_sharded_as_its_parameters(which, shape, kind):
@@ -177,7 +168,7 @@ def test_an_axis_sharded_inside_a_group_is_gathered_or_refused(kind):
     values = jnp.float32(np.random.default_rng(0).standard_normal((16, 200)))
     params = jax.device_put(values, NamedSharding(mesh, P(None, "x")))
     tx = fp8_adamw(1e-2, storage=Storage(min_size=0))
-    state, step = tx.init(params), jax.jit(chain_step(tx))
+    state, step = tx.init(params), jax.jit(step_of(tx))
     assert state[0].mu.codes.sharding.spec == P(None, "x")
     assert state[0].mu.amax.sharding.is_fully_replicated
     if kind == AxisType.Explicit:
@@ -293,7 +284,7 @@ def test_a_state_that_is_made_in_shard_map_passes_through_scan(min_size):
         def step(carry, _):
             (one, of_one), (other, of_other) = carry
             return (
-                chain_step(tx)(one, grads, of_one),
+                step_of(tx)(one, grads, of_one),
                 optimizer.step(other, grads, of_other),
             ), None
 
