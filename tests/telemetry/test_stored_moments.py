@@ -16,8 +16,8 @@ from coat_jax.telemetry.moments import (
     Decay,
     Shadow,
     direction_error,
-    followed,
     moment_sums,
+    next_shadow,
     read_rows,
     report_moments,
     some_rows,
@@ -116,7 +116,7 @@ def test_fp32_moments_follow_as_adam_does():
     state, followed_so_far = of_adam.init(gradients[0]), shadow([0.0, 0.0], [0.0, 0.0])
     for g in gradients:
         _, state = of_adam.update(g, state)
-        followed_so_far = followed(followed_so_far, g, DECAY)
+        followed_so_far = next_shadow(followed_so_far, g, DECAY)
     np.testing.assert_allclose(followed_so_far.m, state.mu, rtol=1e-6)
     np.testing.assert_allclose(followed_so_far.v, state.nu, rtol=1e-6)
 
@@ -137,7 +137,7 @@ def test_one_step_of_the_optimizer_has_the_error_of_its_codes():
         grads = {"w": jnp.asarray(rng.standard_normal((128, 256)), jnp.float32)}
         before = read(state)
         _, state = update(grads, state)
-    exact = followed(before, some_rows(grads["w"], 8), DECAY)
+    exact = next_shadow(before, some_rows(grads["w"], 8), DECAY)
     error = direction_error(read(state), exact, state.count, DECAY)
     assert 0.002 < error < 0.06
     assert direction_error(before, exact, state.count, DECAY) > 0.3
