@@ -1,11 +1,11 @@
 """Loss curves of several runs in a picture: `draw([bf16, coat], Path("plot.png"))`.
 
 Training losses are means of the last `smooth` records, held-out losses are points. Panels below
-have learning rates, gradient norms and a config's own metrics. Of several runs the first is the
-baseline: wide and pale, with the others on top.
+have learning rates, gradient norms and a config's own metrics, and a statistic of telemetry if one
+is asked for. Of several runs the first is the baseline: wide and pale, with the others on top.
 """
 
-import itertools
+import io
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from coat_jax import writing
 from coat_jax.errors import UserError
 from coat_jax.files import require_regular
 from coat_jax.printable import counted, printable
 from coat_jax.training.config.run import LOGGED
-from coat_jax.training.report import metrics
-from coat_jax.training.report.chart import LINES, PALE, picture
+from coat_jax.training.report import heat, metrics
+from coat_jax.training.report.chart import CHART, LINES, PALE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,6 +31,7 @@ UNITS = {
     "tokens": ((1, "tokens"), (1e6, "million tokens"), (1e9, "billion tokens")),
     "time": ((1, "seconds"), (60, "minutes"), (3600, "hours"), (86400, "days")),
 }
+HELD_OUT = "held_out_"
 PANELS = 24  # of a config's own metrics, at most
 # A panel is at most STRETCH times as high as this share of its values: outliers would flatten them.
 SHOWN_QUANTILE, STRETCH = 0.96, 2.5
@@ -82,6 +84,7 @@ def draw(
     over: str = "steps",
     smooth: int | None = None,
     names: Sequence[str] = (),
+    statistic: str | None = None,
 ) -> None:
     """Writes a picture of the runs in some folders to `out`, which ends in .png.
 
@@ -92,9 +95,17 @@ def draw(
         smooth: how many records each point is the mean of; by default a fiftieth of the shortest
             run's, at least 10.
         names: of the runs, by default their folders'.
+        statistic: of telemetry, which is drawn of a run alone.
     """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
     if smooth is not None and smooth < 1:
         raise UserError(f"{smooth=} records have no mean: take 1 or more.")
+    if out.suffix.lower() != ".png":
+        raise UserError(f"{out} does not end in .png.")
+    if statistic is not None and len(paths) > 1:
+        raise UserError(f"A statistic of telemetry is drawn of one run, not of {len(paths)}.")
     loaded = load(paths, names, over)
     losses = [run.curves["loss"] for run in loaded]
     smooth = smooth or max(min(len(y) for _, y in losses) // 50, 10)
@@ -102,14 +113,24 @@ def draw(
     fitting = [unit for unit in UNITS[over] if longest >= 2 * unit[0]]
     size, unit = fitting[-1] if fitting else UNITS[over][0]
     keys = dict.fromkeys(key for run in loaded for key in run.curves)
-    own = [key for key in keys if key not in LOGGED and "/" not in key]
-    small = [key for key in ("learning_rate", "gradient_norm") if key in keys] + own[:PANELS]
+    own = dict.fromkeys(k.removeprefix(HELD_OUT) for k in keys if k not in LOGGED and "/" not in k)
+    small = [key for key in ("learning_rate", "gradient_norm") if key in keys] + [*own][:PANELS]
     heights = [3.2, *[1.0] * len(small)]
-    with picture(out, (9, 1.4 * sum(heights))) as figure:
+    tensors = {} if statistic is None else heat.by_tensor(*loaded[0], statistic)
+    if tensors:
+        heights.append(0.7 + 0.12 * len(tensors))
+    content = io.BytesIO()
+    # Names of runs and metrics may have a $, which would begin a formula.
+    looks = mpl.cycler(linestyle=("-", "--", ":", "-.")) * mpl.cycler(color=LINES)
+    with mpl.rc_context(CHART | {"text.parse_math": False, "axes.prop_cycle": looks}):
+        figure = Figure(figsize=(9, 1.4 * sum(heights)))  # not pyplot's: no window, no backend
         panels = figure.subplots(len(heights), sharex=True, height_ratios=heights, squeeze=False)
-        for axes, key in zip(panels.flat, ["loss", *small], strict=True):
+        for axes, key in zip(panels.flat, ["loss", *small], strict=False):
             _draw_curves(axes, key, loaded, 1 if key == "learning_rate" else smooth, size)
             axes.set_title(key.replace("_", " ") if key in LOGGED else printable(key))
+        axes = panels[-1, 0]
+        if statistic is not None:
+            heat.draw_map(axes, statistic, tensors, size)
         axes.set_xlabel(unit)
         axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter("{x:,.10g}")
@@ -118,19 +139,25 @@ def draw(
         points = "; points: held out" if "held_out_loss" in keys else ""
         loss = panels[0, 0]
         loss.set_title(f"Training loss{mean}{points}")
+        # Not as labels of the lines: matplotlib leaves out those that begin with an underscore.
         labels = [_label(run, smooth) for run in loaded]
         loss.legend(loss.get_lines()[::2], labels, loc="upper right")
+        figure.savefig(content, format="png")
+    with writing.full_disk(out.parent, out.name):
+        writing.replace(out, content.getvalue())
 
 
 def _draw_curves(axes: "Axes", key: str, loaded: list[Run], smooth: int, size: float) -> None:
     """Draws for each run the means of a key's values, and its held-out values as points."""
     shown = []
-    for run, (color, width, style) in zip(loaded, looks_of(len(loaded)), strict=True):
+    for number, run in enumerate(loaded):
+        baseline = {"color": PALE, "ls": "-", "lw": 5.0} if number == 0 and len(loaded) > 1 else {}
         x, y = run.curve(key)
         mean = smoothed(y, smooth)
-        axes.plot(x / size, mean, color=color, linewidth=width, linestyle=style)
-        x, y = run.curve(f"held_out_{key}")
-        axes.plot(x / size, y, "o", ms=4 + width, color=color, mec="white", mew=1.2, zorder=3)
+        (line,) = axes.plot(x / size, mean, **baseline)
+        x, y = run.curve(f"{HELD_OUT}{key}")
+        looks = {"color": line.get_color(), "ms": 4 + line.get_linewidth()}
+        axes.plot(x / size, y, "o", **looks, mec="white", mew=1.2, zorder=3)
         shown += [mean[np.isfinite(mean)], y[np.isfinite(y)]]
     values = np.concatenate(shown)
     if len(values):
@@ -141,14 +168,6 @@ def _draw_curves(axes: "Axes", key: str, loaded: list[Run], smooth: int, size: f
         axes.set_ylim(bottom - margin, top + margin)
 
 
-def looks_of(count: int) -> list[tuple[str, float, str]]:
-    """A colour, a width and a style for each run; of several, the first is pale and wide."""
-    styles = ("-", "--", ":", "-.")
-    lines = itertools.cycle((color, 1.5, style) for style in styles for color in LINES)
-    baseline = [(PALE, 5.0, "-")] if count > 1 else []
-    return list(itertools.islice(itertools.chain(baseline, lines), count))
-
-
 def smoothed(y: Float[np.ndarray, " N"], window: int) -> Float[np.ndarray, " N"]:
     """The mean of each value and those before it, `window` in all; NaN does not count."""
     if len(y) == 0:
@@ -157,7 +176,8 @@ def smoothed(y: Float[np.ndarray, " N"], window: int) -> Float[np.ndarray, " N"]
     # The difference of two running sums would be faster, but lose all that follows a huge value.
     total = np.convolve(np.where(finite, y, 0.0), np.ones(window))[: len(y)]
     count = np.convolve(finite, np.ones(window))[: len(y)]
-    return np.divide(total, count, out=np.full(len(y), np.nan), where=count > 0)
+    with np.errstate(invalid="ignore"):  # 0 / 0 is NaN
+        return np.asarray(total / count)
 
 
 def _label(run: Run, smooth: int) -> str:

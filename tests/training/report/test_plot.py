@@ -1,6 +1,7 @@
 """A picture of runs shows what they recorded, whatever that is."""
 
 import errno
+import json
 import math
 import os
 
@@ -11,10 +12,13 @@ from matplotlib.image import imread
 from run_cases import write_run
 
 from coat_jax import writing
+from coat_jax.cli.plot import STATISTICS
 from coat_jax.errors import UserError
+from coat_jax.numerics.statistics import Statistics
+from coat_jax.telemetry import MomentStatistics
 from coat_jax.training.report import plot
 from coat_jax.training.report.chart import LINES, PALE
-from coat_jax.training.report.plot import draw, looks_of
+from coat_jax.training.report.plot import draw
 
 
 @pytest.fixture
@@ -117,12 +121,28 @@ def test_each_metric_that_runs_have_is_drawn_under_its_name(tmp_path, figure):
     assert len(figure().axes) == 3
 
 
-def test_no_two_runs_look_alike():
-    assert looks_of(1)[0][0] == LINES[0]
-    looks = looks_of(25)
-    assert looks[0][0] == PALE
+def test_no_two_runs_look_alike(tmp_path, figure):
+    paths = [write_run(tmp_path / str(i), [2.0, 1.0], held_out=1.0) for i in range(25)]
+    draw(paths, tmp_path / "plot.png")
+    lines = figure().axes[0].lines
+    looks = [(line.get_color(), line.get_linestyle()) for line in lines[::2]]
+    assert looks[:2] == [(PALE, "-"), (LINES[0], "-")]
     assert len(set(looks)) == 25
-    assert len(looks_of(100)) == 100
+    assert [line.get_color() for line in lines[1::2]] == [color for color, _ in looks]
+    draw(paths[:1], tmp_path / "plot.png")
+    assert figure().axes[0].lines[0].get_color() == LINES[0]
+
+
+def test_a_held_out_statistic_is_in_the_panel_of_its_counterpart(tmp_path, figure):
+    """Also where training does not record it."""
+    run = write_run(tmp_path / "a", [2.0, 1.0], own=["accuracy", "held_out_accuracy", "held_out_x"])
+    draw([run], tmp_path / "plot.png", smooth=1)
+    panels = {axes.get_title(loc="left"): axes for axes in figure().axes[3:]}
+    assert list(panels) == ["accuracy", "x"]
+    for name, (line, points) in {name: axes.lines for name, axes in panels.items()}.items():
+        assert (line.get_marker(), points.get_marker()) == ("None", "o")
+        assert list(points.get_ydata()) == [1, 2]
+        assert list(line.get_ydata()) == ([1, 2] if name == "accuracy" else [])
 
 
 @pytest.mark.parametrize("names", [["$x_1$", "_run"], [r"$\frac{", "\x1b[2J"]])
@@ -141,6 +161,7 @@ def test_names_are_shown_as_they_are(names, tmp_path, two, figure):
         ("plot.png", {"smooth": 0}, "smooth=0 records"),
         ("plot.png", {"names": ["x"]}, "1 name for 2 runs"),
         ("plot.pdf", {}, r"plot\.pdf does not end in \.png"),
+        ("plot.png", {"statistic": "error"}, "drawn of one run, not of 2"),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_is_written(
@@ -174,6 +195,62 @@ def test_there_is_a_picture_whatever_the_losses_are(tmp_path, losses, held_out):
     run = write_run(tmp_path / "run", losses, held_out=held_out, own=["own"])
     draw([run], tmp_path / "plot.png", smooth=1, over="time")
     assert imread(tmp_path / "plot.png").size
+
+
+# --- A heat map of telemetry -----------------------------------------------------------------
+
+
+@pytest.fixture
+def watched(tmp_path):
+    """A number is 10 times its layer plus its tensor's number, times the record's number."""
+    folder = write_run(tmp_path / "$run_1", [3.0] * 20)
+    with (folder / "metrics.jsonl").open("a") as file:
+        for i, step in enumerate((10, 20), start=1):
+            record = {"step": step, "fp8/norm/saved/error": 0.5 * i, "fp8/embed/mu/k": 2.0}
+            for layer in range(3):
+                for place, tensor in enumerate(("attention/input", "mlp/gate/gradient")):
+                    name = f"fp8/layers/{layer}/{tensor}"
+                    record[f"{name}/error"] = i * (10 * layer + place)
+                    record[f"{name}/underflow"] = 0.0
+            record["fp8/layers/0/mlp/gate/gradient/headroom"] = None
+            file.write(json.dumps(record) + "\n")
+        file.write(json.dumps({"step": 30, "fp8/layers/1/mlp/input/error": 0.25}) + "\n")
+    return folder
+
+
+def test_a_heat_map_has_each_number_in_its_place(tmp_path, watched, figure):
+    """A tensor that a record lacks leaves a gap."""
+    draw([watched], tmp_path / "plot.png", statistic="error")
+    *_, axes, scale = figure().axes
+    rows = {
+        "norm/saved": [0.5, 1.0, math.nan],
+        "attention/input, layer 2": [20, 40, math.nan],
+        "mlp/gate/gradient, layer 2": [21, 42, math.nan],
+        "mlp/input, layer 1": [math.nan, math.nan, 0.25],
+    }
+    assert [label.get_text() for label in axes.get_yticklabels()] == list(rows)
+    (drawn,) = axes.collections
+    np.testing.assert_array_equal(drawn.get_array().filled(math.nan), list(rows.values()))
+    assert drawn.get_coordinates()[0, :, 0].tolist() == [0, 10, 20, 30]
+    assert scale.get_xlim() == (0, 42)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("statistic", ["underflow", "headroom", "k"])
+def test_there_is_a_heat_map_whatever_the_numbers_are(tmp_path, watched, statistic):
+    """All zero, nothing finite, no tensor in a layer."""
+    draw([watched], tmp_path / "plot.png", statistic=statistic)
+    assert imread(tmp_path / "plot.png").size
+
+
+def test_every_statistic_of_telemetry_can_be_drawn():
+    assert {*Statistics._fields, *MomentStatistics._fields} == set(STATISTICS)
+
+
+def test_a_run_without_telemetry_says_how_to_have_it(tmp_path):
+    run = write_run(tmp_path / "run", [3.0])
+    with pytest.raises(UserError, match=r"--telemetry\.every, 100 for instance"):
+        draw([run], tmp_path / "plot.png", statistic="error")
 
 
 # --- What is read ----------------------------------------------------------------------------
