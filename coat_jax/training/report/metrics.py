@@ -14,7 +14,6 @@ import contextlib
 import importlib
 import json
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -57,16 +56,12 @@ class Metrics:
         self.failure: NotWritten | None = None
         self.unwritten: list[Record] = []
         self._path = folder / FILE
-        self._closing = contextlib.ExitStack()
-        self._others: list[Callable[[Record], None]] = []
+        self._others: list[tuple[Any, Any]] = []  # functions that write and close
         if not multihost.is_main():
             return
-        for name in writers:
-            write, close = WRITERS[name](folder, config, resume_step)
-            self._others.append(write)
-            self._closing.callback(close)
+        self._others = [WRITERS[name](folder, config, resume_step) for name in writers]
         with write_failures(folder, FILE):
-            self.recorded = repair(self._path, resume_step, note)
+            self.recorded = _repair(self._path, resume_step, note)
         if self.recorded < recorded:
             lost = f"{self.recorded + 1:,} to {recorded:,}"
             note(f"{self._path} was damaged: it has lost the records of steps {lost}.")
@@ -77,7 +72,7 @@ class Metrics:
         """Writes one record; it names its "step"."""
         if multihost.is_main():
             self._write_line(record)
-        for write in self._others:
+        for write, _ in self._others:
             write(record)
 
     def sync(self) -> None:
@@ -88,14 +83,15 @@ class Metrics:
 
     def close(self) -> None:
         """Flushes the other writers."""
-        self._closing.close()
+        for _, close in self._others:
+            close()
 
     def _write_line(self, record: Record) -> None:
         infinite = {k for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
         finite = {**record, **dict.fromkeys(infinite)}
         if self.failure is None:
             with self._failures():
-                append(self._path, json.dumps(finite, allow_nan=False))
+                _append(self._path, json.dumps(finite, allow_nan=False))
                 self.recorded = record["step"]
         if self.failure is not None:
             self.unwritten.append(finite)
@@ -110,7 +106,7 @@ class Metrics:
             self.failure = self.failure or error
 
 
-def append(path: Path, line: str) -> None:
+def _append(path: Path, line: str) -> None:
     """Appends a line, whole or not at all, also if the file was moved away as logs are rotated."""
     rest = f"{line}\n".encode()
     with path.open("ab", buffering=0) as file:
@@ -125,7 +121,7 @@ def append(path: Path, line: str) -> None:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a metrics.jsonl, in order; null is None.
+    """Yields the records of a metrics.jsonl; null is None.
 
     A last line without its end is left out: it is being written, or the run was killed.
     """
@@ -141,11 +137,10 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
                 )
 
 
-def repair(path: Path, step: int, note: Callable[[str], object]) -> int:
-    """Moves the records of later steps, and lines that are not records, to metrics.removed.jsonl.
+def _repair(path: Path, step: int, note: Callable[[str], object]) -> int:
+    """Moves records of later steps, and lines that are no records, to metrics.removed.jsonl.
 
-    Returns:
-        The last step that is left; 0 without any.
+    Returns the last step that is left; 0 without any.
     """
     if not path.is_file():
         return 0
@@ -162,8 +157,7 @@ def repair(path: Path, step: int, note: Callable[[str], object]) -> int:
     if removed:
         with path.with_name(REMOVED).open("ab") as file:
             file.writelines(removed)
-            file.flush()
-            os.fsync(file.fileno())
+        writing.flush(path.with_name(REMOVED))
     writing.replace(path, b"".join(kept))
     moved = f"in {path} were moved to {REMOVED}."
     if later:
@@ -176,15 +170,14 @@ def repair(path: Path, step: int, note: Callable[[str], object]) -> int:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     """The record in a line; None if the line is not a record."""
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    is_record = isinstance(record, dict) and type(record.get("step")) is int
-    return record if is_record else None
+        if isinstance(record, dict) and type(record.get("step")) is int:
+            return record
+    return None
 
 
-# --- Other writers: the functions that write a record, and that close -------------------------
+# --- Other writers: a function that writes a record, and one that closes ---------------------
 
 
 def tensorboard(folder: Path, config: Record, resume_step: int) -> tuple[Any, Any]:
@@ -208,8 +201,9 @@ def wandb(folder: Path, config: Record, resume_step: int) -> tuple[Any, Any]:
     package: Any = importlib.import_module(PACKAGES["wandb"])
     note = folder / "wandb_id"
     known = note.read_text("utf-8").strip() if note.is_file() else None
-    options = {"dir": str(folder), "name": folder.name, "config": dict(config)}
-    run = package.init(**options, id=known, resume="allow")
+    run = package.init(
+        dir=str(folder), name=folder.name, config=dict(config), id=known, resume="allow"
+    )
     with write_failures(folder, note.name):
         note.write_text(f"{run.id}\n", encoding="utf-8")
 
