@@ -86,19 +86,13 @@ class Telemetry:
         self._seen: Any = None  # sums and gradients of the step that is being taken
         self._warned: set[str] = set()
         replicated, options = everywhere(mesh), compiler_options(config, mesh)
+        collect = jax.jit(self._sums, out_shardings=(replicated, None), compiler_options=options)
         with jax.set_mesh(mesh):
-            shardings = (replicated, None)
-            collect = jax.jit(self._sums, out_shardings=shardings, compiler_options=options)
             lowered = collect.lower(state.params, abstract_batch(config, mesh, example))
             self.empty = not lowered.out_info[0] and not list(stored_leaves(state.moments))
             self._collect = None if self.empty else lowered.compile()
         self._read = jax.jit(self._rows)
         self._follow = jax.jit(self._next_shadow, out_shardings=(None, replicated))
-
-    def is_due(self, step: int) -> bool:
-        """Whether there is a record of a step."""
-        every = self._config.telemetry.every
-        return not self.empty and every > 0 and step % every == 0
 
     def begin(self, step: int, state: State, batch: Any) -> None:
         """Measures a step that is about to be taken from this state, if a record is due."""
@@ -111,13 +105,13 @@ class Telemetry:
             self._shadow, self._followed = self._read(state.moments), 0
 
     def end(self, step: int, state: State, report_of_step: Report) -> dict[str, float] | None:
-        """The numbers of the step that was taken, if it is due."""
+        """The numbers of the step that was taken, if a record is due."""
         if self._seen is None:
             return None
         (sums, grads), self._seen = self._seen, None
         self._shadow, compared = self._follow(self._shadow, grads, report_of_step, state)
         self._followed += 1
-        if not self.is_due(step):
+        if step % self._config.telemetry.every:
             return None
         self._shadow = None
         sums, (of_moments, errors) = jax.device_get((sums, compared))

@@ -30,7 +30,6 @@ IN_FP32 = {"precision": "coat", "dtype": jnp.float32, "layers": 1, "scan": False
 WIDE = IN_FP32 | {"ffn": 256}
 LINEAR = WIDE | {"precision": "fp8_linear"}  # which is compiled sooner, for laws of any FP8
 IN_BF16 = WIDE | {"precision": "bf16"}
-IN_INT8 = LINEAR | {"precision": coat.Precision(block=None, int8_forward=True)}
 EVERY_STEP = TelemetryConfig(every=1)
 EVERY_FOURTH = TelemetryConfig(every=4, shadow=1)
 
@@ -103,16 +102,17 @@ def test_a_record_has_tensors_moments_and_directions(whole):
     assert all(0 < whole[key] < 0.06 for key in directions)
 
 
-def test_numbers_depend_neither_on_parts_nor_on_the_mesh():
+def test_numbers_depend_neither_on_parts_nor_on_the_mesh_nor_on_scanning():
     """Largest values of parts are smaller than those of the whole; the rest is alike.
 
     Most labels are in the first half, so that neither part has the numbers of both.
     """
     batches = random_batches(1)
     batches[0].labels[8:, 1:] = -100
-    config = small(model=WIDE, telemetry=EVERY_STEP)
-    whole, _ = recorded(config, batches=batches)
-    in_parts = dataclasses.replace(config, gradient_accumulation_steps=2)
+    whole, _ = recorded(small(model=WIDE, telemetry=EVERY_STEP), batches=batches)
+    in_parts = small(
+        model=WIDE | {"scan": True}, telemetry=EVERY_STEP, gradient_accumulation_steps=2
+    )
     found, _ = recorded(in_parts, (2, 2, 2), batches=batches)
     assert set(found) == set(whole)
     for key, value in whole.items():
@@ -120,16 +120,6 @@ def test_numbers_depend_neither_on_parts_nor_on_the_mesh():
         np.testing.assert_allclose(
             found[key], value, rtol=0.1, atol=1.0 if loose else 0.01, err_msg=key
         )
-
-
-def test_each_scanned_layer_has_numbers():
-    model = LINEAR | {"layers": 2, "scan": True}
-    found, _ = recorded_of_no_change(small(model=model, telemetry=EVERY_STEP))
-    for layer in (0, 1):
-        assert found[f"fp8/layers/{layer}/mlp/gate/gradient/error"] > 0
-        assert found[f"fp8/layers/{layer}/mlp/gate/mu/k"] >= 1
-    assert any(key.startswith("fp8/layers/1/") and "direction" in key for key in found)
-    assert not any("*" in key or key.startswith("fp8/layers/mlp") for key in found)
 
 
 def test_fp32_moments_follow_several_steps():
@@ -184,9 +174,7 @@ def test_steps_in_bf16_have_no_records():
 
 
 def test_steps_between_are_not_looked_at():
-    found, watching = recorded(small(model=WIDE, telemetry=EVERY_FOURTH), steps=3)
-    assert found is None
-    assert [number for number in range(1, 10) if watching.is_due(number)] == [4, 8]
+    assert recorded(small(model=WIDE, telemetry=EVERY_FOURTH), steps=3)[0] is None
 
 
 @pytest.fixture
@@ -273,14 +261,19 @@ def test_bad_statistics_are_warned_of_in_words(any_telemetry, key, value, said):
     assert any_telemetry.warning({f"fp8/a/{key}": value}) == (said and line)
 
 
-def test_operands_in_int8_have_a_limit_of_their_own(not_compiled):
+def test_operands_in_int8_have_a_limit_of_their_own(any_telemetry):
     """Small values of a row become zero with no larger an error than others."""
-    telemetry = new_telemetry(small(model=IN_INT8, telemetry=EVERY_STEP))
-    assert telemetry.warning({"fp8/a/input/underflow": 0.6, "fp8/a/weight/error": 0.02}) is None
-    said = "a/input: its relative error in INT8 is 5%, where FP8 has 3%."
-    assert telemetry.warning({"fp8/a/input/error": 0.05}) == said
-    said = "a/gradient: 60% of its values became zero."
-    assert telemetry.warning({"fp8/a/gradient/underflow": 0.6}) == said
+    telemetry = copy.copy(any_telemetry)
+    telemetry._config = small(model={"precision": "coat_int8"})
+    for found, said in (
+        ({"fp8/a/input/underflow": 0.6, "fp8/a/weight/error": 0.02}, None),
+        (
+            {"fp8/a/input/error": 0.05},
+            "a/input: its relative error in INT8 is 5%, where FP8 has 3%.",
+        ),
+        ({"fp8/a/gradient/underflow": 0.6}, "a/gradient: 60% of its values became zero."),
+    ):
+        assert telemetry.warning(found) == said
 
 
 # --- A run -----------------------------------------------------------------------------------
