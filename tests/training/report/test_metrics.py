@@ -3,10 +3,11 @@
 import errno
 import json
 import math
+import resource
 import sys
-import types
 from contextlib import closing
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from tensorboardX.proto.event_pb2 import Event
@@ -35,19 +36,15 @@ def lines(folder):
 
 
 def test_every_line_is_a_record_and_is_there_at_once(tmp_path):
+    """NaN and infinity are null, for any reader."""
+    records = [record(1), {"step": 2, "nan": math.nan, "inf": math.inf, "less": -math.inf}]
     with closing(Metrics(tmp_path, config={})) as written:
-        for step in (1, 2):
-            written.write(record(step))
-            assert len(lines(tmp_path)) == step
-    assert json.loads(lines(tmp_path)[1]) == record(2)
-
-
-def test_nan_and_infinity_are_null_for_any_reader(tmp_path):
-    with closing(Metrics(tmp_path, config={})) as written:
-        written.write({"step": 1, "nan": math.nan, "inf": math.inf, "less": -math.inf})
-    assert lines(tmp_path) == ['{"step": 1, "nan": null, "inf": null, "less": null}']
-    (read,) = metrics.read(tmp_path / metrics.FILE)
-    assert read == {"step": 1, "nan": None, "inf": None, "less": None}
+        for one in records:
+            written.write(one)
+            assert len(lines(tmp_path)) == one["step"]
+    assert lines(tmp_path)[1] == '{"step": 2, "nan": null, "inf": null, "less": null}'
+    infinite = {"step": 2, "nan": None, "inf": None, "less": None}
+    assert list(metrics.read(tmp_path / metrics.FILE)) == [record(1), infinite]
 
 
 def test_a_resumed_run_reads_like_an_undisturbed_one(tmp_path):
@@ -163,30 +160,20 @@ def test_tensorboard_gets_every_number_and_forgets_what_a_resumed_run_repeats(tm
     assert (2, "purge", None) in events(tmp_path)
 
 
-class FakeWandB(types.ModuleType):
-    """What of wandb is used; its runs stay in `runs`."""
-
-    def __init__(self):
-        super().__init__("wandb")
-        self.runs = []
-
-    def init(self, **options):
-        run = types.SimpleNamespace(id=options["id"] or "made-up", options=options, logged=[])
-        run.log = lambda values, step: run.logged.append((step, values))
-        run.finish = lambda: run.logged.append("finished")
-        self.runs.append(run)
-        return run
-
-
 def test_wandb_finds_a_resumed_run_again(tmp_path, monkeypatch):
-    wandb = FakeWandB()
+    wandb = mock.MagicMock()
+    wandb.init.return_value.id = "made-up"
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     run(tmp_path, [1], writers=("wandb",))
     run(tmp_path, [2], writers=("wandb",), resume_step=1)
-    first, second = wandb.runs
-    assert first.options["config"] == {"seed": 1}
-    assert first.logged == [(1, {"tokens": 64, "loss": 1.0, "phase": "warm-up"}), "finished"]
-    assert (first.options["id"], second.options["id"]) == (None, "made-up")
+    first, second = (call.kwargs for call in wandb.init.call_args_list)
+    assert first["config"] == {"seed": 1}
+    assert (first["id"], second["id"]) == (None, "made-up")
+    log, finish = wandb.init.return_value.log, wandb.init.return_value.finish
+    assert log.call_args_list[0] == mock.call(
+        {"tokens": 64, "loss": 1.0, "phase": "warm-up"}, step=1
+    )
+    assert finish.call_count == 2
 
 
 def test_a_full_disk_keeps_the_records_for_the_run_that_resumes(tmp_path, monkeypatch):
@@ -203,39 +190,18 @@ def test_a_full_disk_keeps_the_records_for_the_run_that_resumes(tmp_path, monkey
     assert json.loads(lines(tmp_path)[0]) == {"step": 1, "loss": None}
 
 
-class Torn:
-    """A file of which only so many bytes fit on the disk."""
-
-    def __init__(self, file, limit):
-        self._file, self._limit = file, limit
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self._file.close()
-
-    def write(self, data):
-        part = data[: self._limit - self._file.tell()]
-        if not part:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return self._file.write(part)
-
-    def __getattr__(self, name):
-        return getattr(self._file, name)
-
-
 @pytest.mark.parametrize("room", range(0, 60, 7))
-def test_a_line_is_written_whole_or_not_at_all(tmp_path, room, monkeypatch):
-    path = tmp_path / metrics.FILE
-    path.touch()
+def test_a_line_is_written_whole_or_not_at_all(tmp_path, room):
+    """Where the kernel lets files have only so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with closing(Metrics(tmp_path, config={})) as written:
-        opened = Path.open
-        torn = lambda path, *mode, **options: Torn(opened(path, *mode, **options), room)  # noqa: E731
-        for step in range(1, 6):
-            with monkeypatch.context() as full:
-                full.setattr(Path, "open", torn)
+        (tmp_path / metrics.FILE).touch()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+        try:
+            for step in range(1, 6):
                 written.write({"step": step})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert isinstance(written.failure, DiskFull)
         whole = [json.loads(line)["step"] for line in lines(tmp_path)]
         assert whole == list(range(1, 1 + room // 12))

@@ -43,16 +43,12 @@ def step_of(config, sizes=ONE):
 def telemetry_of(config, sizes=ONE):
     """The telemetry of a run. Its programs do not depend on the steps that it looks at."""
     every_step = dataclasses.replace(config, telemetry=EVERY_STEP, bf16_steps=0)
-    looking = copy.copy(compiled_telemetry(every_step, sizes))
+    looking = copy.copy(new_telemetry(every_step, sizes))
     looking._config, looking._warned = config, set()
     return looking
 
 
 @functools.cache
-def compiled_telemetry(config, sizes):
-    return new_telemetry(config, sizes)
-
-
 def new_telemetry(config, sizes=ONE):
     config, mesh, _, graph, state = prepare(config, mesh_of(sizes))
     return Telemetry(config, graph, state, mesh)
@@ -61,7 +57,6 @@ def new_telemetry(config, sizes=ONE):
 def recorded(config, sizes=ONE, *, steps=1, batches=None, change=lambda params: params):
     """The numbers of the last step, and the telemetry; `change` is of the first parameters."""
     of_step, watching = step_of(config, sizes), telemetry_of(config, sizes)
-    numbers = None
     with jax.set_mesh(of_step.mesh):
         state = of_step.state()
         state = state._replace(params=change(state.params))
@@ -134,13 +129,29 @@ def test_fp32_moments_follow_several_steps():
         assert one[key] < several[key] < 4 * one[key]
 
 
-@pytest.mark.parametrize(("shadow", "directions"), [(2, 4), (3, 0)])
-def test_moments_that_began_too_late_give_no_errors_of_directions(shadow, directions):
-    """As after a resume, they follow only the last two of four steps."""
-    telemetry = TelemetryConfig(every=4, shadow=shadow)
-    found, _ = recorded(small(model=WIDE, telemetry=telemetry, bf16_steps=2), steps=4)
-    assert "fp8/layers/0/mlp/gate/mu/k" in found
-    assert len([key for key in found if key.endswith("/direction/error")]) == directions
+@pytest.mark.parametrize(
+    ("every", "shadow", "bf16_steps", "steps", "directions"),
+    [
+        (1, 1, 2, 3, 4),
+        (1, 1, 2, 2, None),  # another program takes steps in BF16, in which nothing is rounded
+        (4, 1, 0, 3, None),  # a step between records
+        # As after a resume, the moments follow only the last two of four steps.
+        (4, 2, 2, 4, 4),
+        (4, 3, 2, 4, 0),
+    ],
+)
+def test_a_record_has_directions_if_moments_followed_long_enough(
+    every, shadow, bf16_steps, steps, directions
+):
+    """There is none of steps between records, nor of steps in BF16."""
+    telemetry = TelemetryConfig(every=every, shadow=shadow)
+    config = small(model=WIDE, telemetry=telemetry, bf16_steps=bf16_steps)
+    found, _ = recorded(config, steps=steps)
+    if directions is None:
+        assert found is None
+    else:
+        assert "fp8/layers/0/mlp/gate/mu/k" in found
+        assert sum(key.endswith("/direction/error") for key in found) == directions
 
 
 # --- What there is not -----------------------------------------------------------------------
@@ -166,30 +177,14 @@ def test_a_run_in_bf16_has_nothing_to_tell():
     assert found is None
 
 
-def test_steps_in_bf16_have_no_records():
-    """Another program takes them, with other gradients, in which nothing is rounded."""
-    config = small(model=WIDE, telemetry=EVERY_STEP, bf16_steps=2)
-    assert recorded(config, steps=2)[0] is None
-    assert recorded(config, steps=3)[0] is not None
-
-
-def test_steps_between_are_not_looked_at():
-    assert recorded(small(model=WIDE, telemetry=EVERY_FOURTH), steps=3)[0] is None
-
-
-@pytest.fixture
-def not_compiled(monkeypatch):
-    """What is lowered is not compiled, for what a telemetry does without running its program."""
-    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered: None)
-
-
-def test_the_program_of_a_step_is_the_same_with_telemetry(not_compiled):
+def test_the_program_of_a_step_is_the_same_with_telemetry(monkeypatch):
     """The telemetry is traced, which might change a cached trace; compiling it could not."""
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered: None)
 
     def lowered(every):
         config = small(model=LINEAR, telemetry=TelemetryConfig(every=every))
         if every:
-            new_telemetry(config)
+            new_telemetry.__wrapped__(config)
         return prepare(config, mesh_of(ONE)).lower().as_text()
 
     without = lowered(0)
