@@ -85,12 +85,13 @@ def in_layers(names, layers):
     [
         ("bf16", {}, set(), set()),
         ("fp8_linear", {}, PRODUCTS, set()),
-        ("coat", {"layers": 2}, PRODUCTS | BLOCKS, {"norm/saved"}),
         ("coat_lean", {}, PRODUCTS | BLOCKS | LEAN, {"norm/saved"}),
         ("coat_int8", {}, PRODUCTS | BLOCKS, {"norm/saved"}),
         ("coat_int8", MORE_NORMS, PRODUCTS | OF_MORE_NORMS, {"norm/saved"}),
+        # Whose program other tests need, too.
+        ("coat", {"layers": 2}, PRODUCTS | BLOCKS, {"norm/saved"}),
     ],
-    ids=["bf16", "fp8_linear", "coat", "coat_lean", "coat_int8", "more_norms"],
+    ids=["bf16", "fp8_linear", "coat_lean", "coat_int8", "more_norms", "coat"],
 )
 def test_all_that_a_precision_rounds_has_a_name(precision, changes, of_layer, others):
     config = model_of(precision=precision, **{"layers": 1} | changes)
