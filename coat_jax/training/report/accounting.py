@@ -2,12 +2,11 @@
 
     parameters, optimizer state    their shards; only that part of the state which is on the device
     gradients                      like parameters; in FP32 as well where they are accumulated. If
-                                   they are released: of the largest layer, or embedding, or head
+                                   released, those of the largest layer, or embedding, or head
     saved activations              what `jax.vjp` saves of one microbatch: counted, not estimated
-    peak memory                    the compiled step's arguments, results and temporary arrays
 
-The peak memory is XLA's own account. It contains, besides the rows above, work space: gathered
-weights, gradients of activations, the logits of a chunk.
+The peak memory is XLA's own account of the compiled step. It contains, besides these, work space:
+gathered weights, gradients of activations, the logits of a chunk.
 """
 
 import contextlib
@@ -28,16 +27,6 @@ from coat_jax.precision import COAT_LEAN, precision_of
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.families import family_of
 from coat_jax.training.state import State, split_trained
-
-LABELS = (
-    "parameters",
-    "gradients",
-    "optimizer state",
-    "saved activations",
-    "peak memory of the step",
-    "the device's limit",
-    "optimizer state in the host's memory",
-)
 
 
 class DeviceMemory(NamedTuple):
@@ -123,7 +112,15 @@ def table(memory: DeviceMemory) -> Table:
     size, unit = (1e9, "GB") if memory.peak >= 1e9 else (1e6, "MB")
     found = Table("", unit, title="Memory of each device", title_justify="left")
     found.columns[1].justify = "right"
-    for name, count in zip(LABELS, memory, strict=True):
+    for name, count in (
+        ("parameters", memory.parameters),
+        ("gradients", memory.gradients),
+        ("optimizer state", memory.optimizer),
+        ("saved activations", memory.activations),
+        ("peak memory of the step", memory.peak),
+        ("the device's limit", memory.limit),
+        ("optimizer state in the host's memory", memory.on_host),
+    ):
         if count:
             found.add_row(name, f"{count / size:.2f}", end_section=name == "saved activations")
     return found

@@ -2,9 +2,8 @@
 
     {"step": 20, "tokens": 40960, "seconds": 8.1, "loss": 3.214, "learning_rate": 0.0003, ...}
 
-JSON has no NaN and no infinity: they are written as null. Every line is one write, so that a killed
-run loses at most its last line. A run that resumes repeats the steps after its checkpoint: their
-old records are moved to metrics.removed.jsonl first.
+JSON has no NaN and no infinity: they are written as null. A run that resumes repeats the steps
+after its checkpoint: their old records are moved to metrics.removed.jsonl first.
 
 A record that cannot be written, for example on a full disk, does not end the run at once: the loop
 sees `failure` and saves a checkpoint, which contains the `unwritten` records.
@@ -88,7 +87,7 @@ class Metrics:
 
     def _write_line(self, record: Record) -> None:
         infinite = {k for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
-        finite = {**record, **dict.fromkeys(infinite)}
+        finite = dict(record) | dict.fromkeys(infinite)
         if self.failure is None:
             with self._failures():
                 _append(self._path, json.dumps(finite, allow_nan=False))

@@ -27,10 +27,9 @@ class Diverged(UserError):
 
 
 class Recorder:
-    """Takes a report after every step.
+    """Takes a report after every step; `loss` is that of the last step that was recorded.
 
-    `step`, `skipped` and `seconds` are of the run before this process began. `loss` is that of the
-    last step that was recorded.
+    `step`, `skipped` and `seconds` are of the run before this process began.
     """
 
     def __init__(

@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 from tensorboardX.proto.event_pb2 import Event
-from tensorboardX.record_writer import masked_crc32c
 
 from coat_jax import multihost
 from coat_jax.errors import UserError
@@ -49,8 +48,8 @@ def test_every_line_is_a_record_and_is_there_at_once(tmp_path):
 
 def test_a_resumed_run_reads_like_an_undisturbed_one(tmp_path):
     disturbed, undisturbed = tmp_path / "a", tmp_path / "b"
-    disturbed.mkdir()
-    undisturbed.mkdir()
+    for folder in (disturbed, undisturbed):
+        folder.mkdir()
     run(undisturbed, range(1, 10))
     run(disturbed, range(1, 8))
     with (disturbed / metrics.FILE).open("a") as file:
@@ -87,20 +86,13 @@ def test_records_go_to_a_new_file_if_theirs_is_moved_away(tmp_path, move):
 def test_a_repair_that_is_interrupted_leaves_the_old_file(tmp_path, monkeypatch):
     run(tmp_path, range(1, 8))
     before = lines(tmp_path)
-
-    def interrupt(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Path, "replace", interrupt)
+    monkeypatch.setattr(Path, "replace", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, [], resume_step=2)
     assert lines(tmp_path) == before
 
 
-NO_RECORDS = [b"{oops", b"[1]", b"{}", b"\0\0\0", b"\xff", b'{"step": 1.5}']
-
-
-@pytest.mark.parametrize("line", NO_RECORDS)
+@pytest.mark.parametrize("line", [b"{oops", b"[1]", b"{}", b"\0\0\0", b"\xff", b'{"step": 1.5}'])
 def test_a_damaged_line_is_named_and_removed_by_resuming(tmp_path, line):
     path, notes = tmp_path / metrics.FILE, []
     path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
@@ -125,15 +117,6 @@ def test_only_the_main_process_writes(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("writer", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")]
-)
-def test_a_missing_package_is_named_with_its_extra(monkeypatch, writer, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UserError, match=rf"needs {package}: pip install 'coat_jax\[{writer}\]'"):
-        metrics.require_installed([writer])
-
-
 def events(folder):
     """The scalars in the event files, in order, as (step, name, value)."""
     found = []
@@ -141,7 +124,6 @@ def events(folder):
         data = path.read_bytes()
         while data:
             size = int.from_bytes(data[:8], "little")
-            assert int.from_bytes(data[8:12], "little") == masked_crc32c(data[:8])
             event = Event.FromString(data[12 : 12 + size])
             found += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
             found += [(event.step, "purge", None)] * (event.session_log.status == 1)
@@ -151,11 +133,11 @@ def events(folder):
 
 def test_tensorboard_gets_every_number_and_forgets_what_a_resumed_run_repeats(tmp_path):
     run(tmp_path, [1, 2], writers=("tensorboard",))
-    assert [event for event in events(tmp_path) if event[1] == "loss"] == [
-        (1, "loss", 1.0),
-        (2, "loss", 0.5),
-    ]
-    assert {name for _, name, _ in events(tmp_path)} == {"loss", "tokens", "purge"}
+    losses, tokens = (
+        [(1, "loss", 1.0), (2, "loss", 0.5)],
+        [(1, "tokens", 64.0), (2, "tokens", 128.0)],
+    )
+    assert sorted(events(tmp_path)) == sorted([*losses, *tokens, (1, "purge", None)])
     run(tmp_path, [2], writers=("tensorboard",), resume_step=1)
     assert (2, "purge", None) in events(tmp_path)
 
@@ -210,18 +192,14 @@ def test_a_line_is_written_whole_or_not_at_all(tmp_path, room):
 
 def test_records_are_on_the_disk_after_sync(tmp_path, monkeypatch):
     """And an error of the disk is seen by then."""
-    synced = []
-
-    def fail(file):
-        raise OSError(errno.EIO, "Input/output error")
-
+    flush = mock.Mock()
+    monkeypatch.setattr(metrics.writing, "flush", flush)
     with closing(Metrics(tmp_path, config={})) as written:
         written.sync()  # nothing yet
         written.write(record(1))
-        monkeypatch.setattr(metrics.writing, "flush", synced.append)
         written.sync()
-        assert synced == [tmp_path / metrics.FILE]
-        monkeypatch.setattr(metrics.writing, "flush", fail)
+        flush.assert_called_once_with(tmp_path / metrics.FILE)
+        flush.side_effect = OSError(errno.EIO, "Input/output error")
         written.sync()
         assert "could not be written" in str(written.failure)
 
