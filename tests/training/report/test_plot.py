@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -36,12 +37,6 @@ def figure(monkeypatch):
     kept = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: kept.append(figure))
     return lambda: kept[-1]
-
-
-def test_there_is_a_picture(tmp_path, two):
-    draw(two, tmp_path / "plot.PNG")
-    height, width, _ = imread(tmp_path / "plot.PNG").shape
-    assert width > height > 500
 
 
 def test_the_legend_says_how_runs_end(tmp_path, two, figure):
@@ -133,30 +128,21 @@ def test_names_are_shown_as_they_are(names, tmp_path, two, figure):
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("plot.png", {"smooth": 0}, "smooth=0 records"),
-        ("plot.png", {"names": ["x"]}, "1 name for 2 runs"),
-        ("plot.pdf", {}, r"plot\.pdf does not end in \.png"),
-        ("plot.png", {"statistic": "error"}, "drawn of one run, not of 2"),
-    ],
+    ("options", "message"),
+    [({"smooth": 0}, "smooth=0 records"), ({"names": ["x"]}, "1 name for 2 runs")],
 )
-def test_bad_arguments_are_refused_before_anything_is_written(
-    tmp_path, two, name, options, message
-):
+def test_bad_arguments_are_refused_before_anything_is_written(tmp_path, two, options, message):
     with pytest.raises(UserError, match=message):
-        draw(two, tmp_path / name, **options)
+        draw(two, tmp_path / "plot.png", **options)
     assert not list(tmp_path.glob("plot.*"))
 
 
 def test_on_a_full_disk_the_earlier_picture_stays(two, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     out = tmp_path / "plot.png"
     draw(two, out)
     before = out.read_bytes()
-    monkeypatch.setattr(writing, "write_durably", full)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(writing, "write_durably", mock.Mock(side_effect=full))
     with pytest.raises(writing.DiskFull, match=f"plot.png does not fit in {tmp_path}"):
         draw(two[:1], out)
     assert out.read_bytes() == before
@@ -170,8 +156,9 @@ def test_on_a_full_disk_the_earlier_picture_stays(two, tmp_path, monkeypatch):
 def test_there_is_a_picture_whatever_the_losses_are(tmp_path, losses, held_out):
     """Up to the largest in FP32."""
     run = write_run(tmp_path / "run", losses, held_out=held_out, own=["own"])
-    draw([run], tmp_path / "plot.png", smooth=1, over="time")
-    assert imread(tmp_path / "plot.png").size
+    draw([run], tmp_path / "plot.PNG", smooth=1, over="time")
+    height, width, _ = imread(tmp_path / "plot.PNG").shape
+    assert width > height > 500
 
 
 # --- A heat map of telemetry -----------------------------------------------------------------
@@ -224,15 +211,7 @@ def test_every_statistic_of_telemetry_can_be_drawn():
     assert {*Statistics._fields, *MomentStatistics._fields} == set(STATISTICS)
 
 
-def test_a_run_without_telemetry_says_how_to_have_it(tmp_path):
-    run = write_run(tmp_path / "run", [3.0])
-    with pytest.raises(UserError, match=r"--telemetry\.every, 100 for instance"):
-        draw([run], tmp_path / "plot.png", statistic="error")
-
-
 # --- What is read ----------------------------------------------------------------------------
-
-NAN = math.nan
 
 
 @pytest.mark.parametrize(
@@ -241,7 +220,11 @@ NAN = math.nan
         ([4.0, 2.0, 3.0, 1.0], 2, [4.0, 3.0, 2.5, 2.0]),
         ([4.0, 2.0, 3.0, 1.0], 9, [4.0, 3.0, 3.0, 2.5]),
         ([4.0, 2.0, 3.0, 1.0], 1, [4.0, 2.0, 3.0, 1.0]),
-        ([NAN, 2.0, NAN, NAN, NAN], 2, [NAN, 2.0, 2.0, NAN, NAN]),
+        (
+            [math.nan, 2.0, math.nan, math.nan, math.nan],
+            2,
+            [math.nan, 2.0, 2.0, math.nan, math.nan],
+        ),
         ([3.0, 1e300, 3.0, 3.0, 3.0], 2, [3.0, 5e299, 5e299, 3.0, 3.0]),
     ],
 )
@@ -274,9 +257,3 @@ def test_empty_and_damaged_files_are_named(tmp_path, content, message):
     (tmp_path / "metrics.jsonl").write_text(content)
     with pytest.raises(UserError, match=message):
         plot.load([tmp_path])
-
-
-def test_an_axis_that_a_run_lacks_is_named(tmp_path):
-    run = write_run(tmp_path / "a", [1.0], without=("tokens",))
-    with pytest.raises(UserError, match="no losses over tokens: train the run, or plot it over st"):
-        plot.load([run], over="tokens")

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -19,21 +20,13 @@ from coat_jax.training.report.recorder import Diverged, Recorder
 from coat_jax.training.step import Report
 
 
-class Kept:
-    """Stands in for metrics and progress."""
-
-    def __init__(self):
-        self.records, self.notes = [], []
-        self.write = self.records.append
-        self.note = self.notes.append
-
-    def update(self, record):
-        pass
-
-
 @pytest.fixture
 def kept():
-    return Kept()
+    """Stands in for metrics and progress."""
+    records, notes = [], []
+    return types.SimpleNamespace(
+        records=records, write=records.append, notes=notes, note=notes.append, update=id
+    )
 
 
 @pytest.fixture
