@@ -46,7 +46,7 @@ def measure(loss: Callable[..., Any], *args: Any) -> dict[str, Statistics]:
         >>> found["first/input"].error
         0.0
     """
-    return report(jax.device_get(_measured(loss, *args)))
+    return report(jax.device_get(_compute_sums(loss, *args)))
 
 
 def sums_and_gradients(
@@ -87,7 +87,7 @@ def report(sums: Mapping[str, Float[np.ndarray, "..."]]) -> dict[str, Statistics
 
 
 @partial(jax.jit, static_argnums=0)
-def _measured(loss: Callable[..., Any], *args: Any) -> dict[str, Array]:
+def _compute_sums(loss: Callable[..., Any], *args: Any) -> dict[str, Array]:
     def without_params(_: None, *args: Any) -> Any:
         return loss(*args)
 

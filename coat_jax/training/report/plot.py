@@ -160,7 +160,7 @@ def _draw_curves(axes: "Axes", key: str, loaded: list[Run], smooth: int) -> None
     for number, run in enumerate(loaded):
         width = 5.0 if number == 0 and len(loaded) > 1 else 1.5
         x, y = run.curve(key)
-        mean = smoothed(y, smooth)
+        mean = moving_mean(y, smooth)
         (line,) = axes.plot(x, mean, lw=width)
         x, y = run.curve(f"{HELD_OUT}{key}")
         axes.plot(x, y, "o", color=line.get_color(), ms=4 + width, mec="white", mew=1.2, zorder=3)
@@ -174,7 +174,7 @@ def _draw_curves(axes: "Axes", key: str, loaded: list[Run], smooth: int) -> None
         axes.set_ylim(bottom - margin, top + margin)
 
 
-def smoothed(y: Float[np.ndarray, " N"], window: int) -> Float[np.ndarray, " N"]:
+def moving_mean(y: Float[np.ndarray, " N"], window: int) -> Float[np.ndarray, " N"]:
     """The mean of each value and those before it, `window` in all; NaN does not count."""
     if len(y) == 0:
         return y

@@ -230,7 +230,7 @@ def test_every_statistic_of_telemetry_can_be_drawn():
 )
 def test_smoothing_is_the_mean_of_the_last_finite_values(y, window, mean):
     """A huge value changes only the means that contain it."""
-    np.testing.assert_allclose(plot.smoothed(np.array(y), window), mean)
+    np.testing.assert_allclose(plot.moving_mean(np.array(y), window), mean)
 
 
 def test_runs_have_their_folders_names_and_paths_where_these_are_alike(tmp_path):
