@@ -60,7 +60,7 @@ class Metrics:
             return
         self._others = [WRITERS[name](folder, config, resume_step) for name in writers]
         with write_failures(folder, FILE):
-            self.recorded = _repair(self._path, resume_step, note)
+            self.recorded = repair(self._path, resume_step, note)
         if self.recorded < recorded:
             lost = f"{self.recorded + 1:,} to {recorded:,}"
             note(f"{self._path} was damaged: it has lost the records of steps {lost}.")
@@ -90,7 +90,7 @@ class Metrics:
         finite = dict(record) | dict.fromkeys(infinite)
         if self.failure is None:
             with self._failures():
-                _append(self._path, json.dumps(finite, allow_nan=False))
+                append(self._path, json.dumps(finite, allow_nan=False))
                 self.recorded = record["step"]
         if self.failure is not None:
             self.unwritten.append(finite)
@@ -105,7 +105,7 @@ class Metrics:
             self.failure = self.failure or error
 
 
-def _append(path: Path, line: str) -> None:
+def append(path: Path, line: str) -> None:
     """Appends a line, whole or not at all, also if the file was moved away as logs are rotated."""
     rest = f"{line}\n".encode()
     with path.open("ab", buffering=0) as file:
@@ -136,7 +136,7 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
                 )
 
 
-def _repair(path: Path, step: int, note: Callable[[str], object]) -> int:
+def repair(path: Path, step: int, note: Callable[[str], object]) -> int:
     """Moves records of later steps, and lines that are no records, to metrics.removed.jsonl.
 
     Returns the last step that is left; 0 without any.

@@ -209,7 +209,10 @@ def _by_tensor(run: Run, statistic: str) -> dict[str, dict[str, Curve]]:
 
 
 def _draw_map(axes: "Axes", statistic: str, tensors: Mapping[str, Mapping[str, Curve]]) -> None:
-    """Draws a row for each tensor, with the largest number of its layers; NaN is blank."""
+    """Draws a row for each tensor, with the largest number of its layers; NaN is blank.
+
+    The row names the layer whose number is the largest in the last record.
+    """
     from matplotlib.colors import LogNorm, Normalize
 
     places = np.unique([x for of in tensors.values() for x in np.hstack([*of.values()])[0]])
