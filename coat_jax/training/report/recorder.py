@@ -73,16 +73,18 @@ class Recorder:
         before, since = self._clock
         self.pause(step)
         pace = (step - before) * self._config.tokens_per_step / (self._clock[1] - since)
-        config = self._config if step > self._config.steps_in_bf16 else self._config.at_start
-        work = config.model.work_per_token(config.sequence_length)
         record = {
             "loss": self.loss,
-            "learning_rate": rate if config.optimizer.follows_schedule else None,
+            "learning_rate": rate if self._config.optimizer.follows_schedule else None,
             "gradient_norm": norm,
             "labels": int(labels),
             "skipped": int(skipped),
             "tokens_per_second": pace,
             **metrics,
+        }
+        config = self._config if step > self._config.steps_in_bf16 else self._config.at_start
+        work = config.model.work_per_token(config.sequence_length)
+        record |= {
             "mfu": utilization(work, self._device.device_kind, pace, self._devices),
             "memory": (self._device.memory_stats() or {}).get("peak_bytes_in_use"),
         }
