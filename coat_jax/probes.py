@@ -7,9 +7,9 @@ A probe is an argument of an op like any other, so its "gradient" passes through
 gradients pass through: jit, scan over layers, recomputation, meshes of devices. It is summed
 wherever gradients are. The compiled program has no callbacks and no side effects.
 
-`coat_jax.telemetry` makes the probes and sets the `Scope` in which each op finds its probe while it
-is traced. Without a scope the probe of an op is None, and its program is the same as without
-telemetry.
+`coat_jax.telemetry` makes the probes and sets `current_scope`, in which each op finds its probe
+while it is traced. Without a scope the probe of an op is None, and its program is the same as
+without telemetry.
 
 The scope is part of the keys of JAX's caches of traced functions, so a layer that was traced within
 a scope is not reused without one, nor vice versa.
@@ -17,13 +17,12 @@ a scope is not reused without one, nor vice versa.
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import jax
 from jaxtyping import Array, Float
-
-_current = jax.make_user_context(default_value=None)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["sums"], meta_fields=["weights"])
@@ -51,98 +50,41 @@ class Found(dict[str, int | None]):
     """The tensors whose ops have asked for a probe, by name, and how many layers have each.
 
     The * in a name stands for the number of a layer; there is None for a name without a *. Being
-    a static part of `LayerProbes`, it is compared by identity.
+    a static part of a `Scope`, it is compared by identity.
     """
 
     __hash__ = object.__hash__  # type: ignore[assignment]
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-
-class Scope:
-    """Where ops look for probes.
-
-    Attributes:
-        found: the tensors so far.
-        probes: by the names in `found`; None while names are only collected.
-    """
-
-    def __init__(
-        self,
-        found: Found,
-        probes: Mapping[str, Array] | None,
-        prefix: str = "",
-        layers: int | None = None,
-        taken: set[str] | None = None,
-        weights: tuple[str, ...] = (),
-    ):
-        self.found, self.probes = found, probes
-        self._prefix, self._layers = prefix, layers
-        self._taken: set[str] = set() if taken is None else taken
-        self._weights = weights
-
-    def probe(
-        self, op: str, tensors: Sequence[str], weights: Sequence[str], per_weight: Sequence[str]
-    ) -> OptionalProbe:
-        """The probe of an op, under names that no other op of the scope has."""
-        weights = self._weights if len(self._weights) == len(weights) else tuple(weights)
-        tensors = [*tensors, *(of_weight(w, tensor) for w in weights for tensor in per_weight)]
-        base = self._free(op, tensors)
-        names = {tensor: f"{base}/{tensor}" for tensor in tensors}
-        self._taken.update(names.values())
-        self.found.update(dict.fromkeys(names.values(), self._layers))
-        if self.probes is None:
-            return None
-        probes = self.probes
-        return Probe({t: probes[name] for t, name in names.items() if name in probes}, weights)
-
-    def _free(self, op: str, tensors: Sequence[str]) -> str:
-        """A free name: the scope's own, or else with the op's name added, or with a number."""
-        full = f"{self._prefix}/{op}" if self._prefix else op
-        base, number = self._prefix or op, 0
-        while any(f"{base}/{tensor}" in self._taken for tensor in tensors):
-            base, number = f"{full}_{number}" if number else full, number + 1
-        return base
-
-    def inner(self, name: str, weights: tuple[str, ...]) -> "Scope":
-        """The scope of a part of this one."""
-        prefix = "/".join(filter(None, (self._prefix, name)))
-        return Scope(self.found, self.probes, prefix, self._layers, self._taken, weights)
-
-    def layer_probes(self, name: str, count: int) -> "LayerProbes":
-        """The probes of `count` layers that are traced once, as an argument for them."""
-        prefix = f"{self._prefix}/{name}/*" if self._prefix else f"{name}/*"
-        probes = None
-        if self.probes is not None:
-            probes = {n: p for n, p in self.probes.items() if n.startswith(f"{prefix}/")}
-        return LayerProbes(probes, self.found, prefix, count)
+    __eq__ = object.__eq__
 
 
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["probes"],
-    meta_fields=["found", "prefix", "count"],
+    meta_fields=["found", "prefix", "layers", "weights"],
+    drop_fields=["taken"],
 )
-@dataclasses.dataclass(frozen=True)
-class LayerProbes:
-    """The probes of a stack of layers, with a first axis over layers; or those of one layer.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scope:
+    """Where ops find their probes. That of a stack of layers is an argument of the layers.
 
-    It is an argument of the layers, as their parameters are: its gradient has what the ops of each
-    layer measured.
+    Attributes:
+        found: the tensors so far.
+        probes: by the names in `found`; None while names are only collected.
+        prefix: of the names of tensors.
+        layers: how many layers have tensors of these names; None outside of a stack of layers.
+        weights: names of the weights of ops that take this many.
+        taken: the names of tensors in this tracing.
     """
 
-    probes: dict[str, Array] | None
     found: Found
-    prefix: str
-    count: int
+    probes: Mapping[str, Array] | None
+    prefix: str = ""
+    layers: int | None = None
+    weights: tuple[str, ...] = ()
+    taken: set[str] = dataclasses.field(default_factory=set)
 
-    def scope(self) -> Scope:
-        """A scope in which the ops of one layer find their probes, for one tracing of it."""
-        return Scope(self.found, self.probes, self.prefix, self.count)
 
-
-# --- What ops and modules call ---------------------------------------------------------------
+current_scope = jax.make_user_context(default_value=None)
 
 
 def probe(
@@ -156,15 +98,33 @@ def probe(
         weights: names of its weights, unless the scope has others.
         per_weight: what it rounds to FP8 for each weight.
     """
-    scope: Scope | None = _current.value
+    scope: Scope | None = current_scope.value
     if scope is None or not (tensors or (weights and per_weight)):
         return None
-    return scope.probe(op, tensors, weights, per_weight)
+    weights = scope.weights if len(scope.weights) == len(weights) else tuple(weights)
+    tensors = [*tensors, *(of_weight(w, tensor) for w in weights for tensor in per_weight)]
+    # The first name that no other op has: the scope's own, the op's in it, the op's with a number.
+    full = _join(scope.prefix, op)
+    numbered = (f"{full}_{number}" for number in itertools.count(1))
+    for base in itertools.chain([scope.prefix or op, full], numbered):
+        names = {tensor: f"{base}/{tensor}" for tensor in tensors}
+        if scope.taken.isdisjoint(names.values()):
+            break
+    scope.taken.update(names.values())
+    scope.found.update(dict.fromkeys(names.values(), scope.layers))
+    if scope.probes is None:
+        return None
+    probes = {t: scope.probes[name] for t, name in names.items() if name in scope.probes}
+    return Probe(probes, weights)
 
 
 def of_weight(weight: str, tensor: str) -> str:
     """The name of a tensor that belongs to a weight, or to the only one."""
-    return f"{weight}/{tensor}" if weight else tensor
+    return _join(weight, tensor)
+
+
+def _join(*parts: str) -> str:
+    return "/".join(filter(None, parts))
 
 
 @contextlib.contextmanager
@@ -175,32 +135,36 @@ def named(name: str, weights: tuple[str, ...] = ()) -> Iterator[None]:
         name: the part, as in "attention"; "" keeps the name of the part around it.
         weights: names of the weights of ops that take this many, as in ("query", "key", "value").
     """
-    scope: Scope | None = _current.value
-    with contextlib.nullcontext() if scope is None else _current(scope.inner(name, weights)):
+    scope: Scope | None = current_scope.value
+    if scope is not None:
+        scope = dataclasses.replace(scope, prefix=_join(scope.prefix, name), weights=weights)
+    with current_scope(scope):
         yield
 
 
-def layer_probes(name: str, count: int) -> LayerProbes | None:
-    """The probes of `count` layers that are traced once; None without telemetry."""
-    scope: Scope | None = _current.value
-    return None if scope is None else scope.layer_probes(name, count)
+def layer_probes(name: str, count: int) -> Scope | None:
+    """The scope of `count` layers that are traced once; None without telemetry.
+
+    It is an argument of the layers, as their parameters are. Probes have a first axis over layers.
+    """
+    scope: Scope | None = current_scope.value
+    if scope is None:
+        return None
+    prefix, probes = _join(scope.prefix, name, "*"), scope.probes
+    if probes is not None:
+        probes = {n: p for n, p in probes.items() if n.startswith(f"{prefix}/")}
+    return Scope(scope.found, probes, prefix, count)
 
 
-def probes_of_layer(probes: LayerProbes | None, index: int) -> LayerProbes | None:
-    """The probes of one layer, from those of all layers."""
-    one: LayerProbes | None = jax.tree.map(lambda stacked: stacked[index], probes)
+def probes_of_layer(scope: Scope | None, index: int) -> Scope | None:
+    """The scope of one layer, from that of all layers."""
+    one: Scope | None = jax.tree.map(lambda stacked: stacked[index], scope)
     return one
 
 
-@contextlib.contextmanager
-def layer_scope(probes: LayerProbes | None) -> Iterator[None]:
-    """The scope of one layer, while it is traced."""
-    with contextlib.nullcontext() if probes is None else _current(probes.scope()):
-        yield
-
-
-@contextlib.contextmanager
-def set_scope(scope: Scope | None) -> Iterator[None]:
-    """Sets the scope of the ops traced in this context; None turns telemetry off."""
-    with _current(scope):
-        yield
+def layer_scope(scope: Scope | None) -> contextlib.AbstractContextManager[None]:
+    """Sets the scope of one layer for one tracing of it; None leaves the scope as it is."""
+    # Each tracing of a layer gives its ops the same names.
+    here = current_scope.value if scope is None else dataclasses.replace(scope, taken=set())
+    context: contextlib.AbstractContextManager[None] = current_scope(here)
+    return context

@@ -4,16 +4,15 @@
   coat plot runs/bf16 runs/coat                      runs/plot.png
   coat plot runs/* --over tokens --out curves.png    against tokens
   coat plot runs/a runs/b --names AdamW "FP8 AdamW"  other names than the folders'
-  coat plot runs/coat --fp8 underflow --out fp8.png  what telemetry recorded, as a heat map
+  coat plot runs/coat --fp8 underflow                with a heat map of what telemetry recorded
 
 Of several runs the first is the baseline, wide and pale below the others. Points are held-out
-losses. An earlier picture is replaced. A heat map is a picture of one run alone.
+losses. An earlier picture is replaced. A heat map is of one run alone.
 """
 
 import argparse
 from pathlib import Path
 
-from coat_jax.errors import UserError
 from coat_jax.files import expand_user
 from coat_jax.printable import printable
 
@@ -31,22 +30,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     place = "default: plot.png in the run's folder; of several runs, beside the first one's folder"
     add("--out", type=Path, metavar="FILE.png", help=f"the picture ({place})")
     add("--names", nargs="+", default=(), metavar="NAME", help="names of the runs, in order")
-    add("--fp8", choices=STATISTICS, help="draw what --telemetry.every recorded")
+    add("--fp8", choices=STATISTICS, help="add a heat map of what --telemetry.every recorded")
 
 
 def run(options: argparse.Namespace) -> int:
     """Draws, and prints the name of the picture."""
-    from coat_jax.training.report import heat, plot
+    from coat_jax.training.report import plot
 
     paths = [expand_user(path) for path in options.runs]
     alone = len(paths) == 1 and paths[0].is_dir()
     folder = paths[0] if alone else paths[0].absolute().parent
     out = folder / "plot.png" if options.out is None else expand_user(options.out)
-    if options.fp8 is None:
-        plot.draw(paths, out, over=options.over, smooth=options.smooth, names=options.names)
-    elif len(paths) > 1:
-        raise UserError(f"A heat map is of one run, not of {len(paths)}.")
-    else:
-        heat.draw(paths[0], out, statistic=options.fp8)
+    settings = {"over": options.over, "smooth": options.smooth, "names": options.names}
+    plot.draw(paths, out, **settings, statistic=options.fp8)
     print(printable(str(out)))
     return 0

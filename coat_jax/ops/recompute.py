@@ -52,7 +52,7 @@ def recompute(
     require_group_size(block, "block")
 
     def alone(x: Float[Array, "*rows D"], *rest: Any) -> Any:
-        with probes.set_scope(None):  # a probe of the outer trace must not leak into it
+        with probes.current_scope(None):  # a probe of the outer trace must not leak into it
             return function(x, *rest)
 
     @partial(jax.custom_vjp, nondiff_argnums=(0,))

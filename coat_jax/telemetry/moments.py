@@ -82,26 +82,21 @@ def moment_sums(state: Any, stacked: Collection[str] = ()) -> dict[str, Float[Ar
         by_layer = bool(path) and path[0] in stacked
         name = "/".join([path[0], "*", *path[1:]] if by_layer else path)
         full = "/".join(filter(None, (name, moment)))
-        sums[_free(full, sums)] = _sums(stored, 1 if by_layer else 0)
+        names = itertools.chain([full], (f"{full}_{number}" for number in itertools.count(1)))
+        free = next(name for name in names if name not in sums)
+        sums[free] = _sums(stored, 1 if by_layer else 0)
     return sums
-
-
-def _free(name: str, taken: Collection[str]) -> str:
-    """The name itself, or with the first number that makes it differ from those taken."""
-    numbered = (f"{name}_{number}" for number in itertools.count(1))
-    return next(free for free in itertools.chain([name], numbered) if free not in taken)
 
 
 def report_moments(
     sums: Mapping[str, Float[np.ndarray, "..."]],
 ) -> dict[str, MomentStatistics]:
     """The statistics of sums on the host, with an entry for each layer."""
-    found = {}
-    for name, numbers in sums.items():
-        for layer, row in enumerate(np.atleast_2d(numbers)):
-            zero, floor, k = map(float, row)
-            found[name.replace("*", str(layer), 1)] = MomentStatistics(zero, floor, k)
-    return found
+    return {
+        name.replace("*", str(layer), 1): MomentStatistics(*map(float, row))
+        for name, numbers in sums.items()
+        for layer, row in enumerate(np.atleast_2d(numbers))
+    }
 
 
 def stored_leaves(state: Any) -> Iterator[tuple[tuple[str, ...], str, Expanded]]:
@@ -111,7 +106,13 @@ def stored_leaves(state: Any) -> Iterator[tuple[tuple[str, ...], str, Expanded]]
     """
 
     def holds(node: Any) -> bool:
-        _refuse_dict(node)
+        if isinstance(node, Mapping) and all(field in node for field in FIELDS):
+            # Fields cannot be told from parameters.
+            raise UserError(
+                f"The state has {', '.join(FIELDS)} as keys of a dict, as nnx.state(optimizer) "
+                "makes it. Pass the state as the optimizer made it: optimizer.opt_state of an "
+                "nnx.Optimizer."
+            )
         return all(hasattr(node, field) for field in FIELDS)
 
     for path, node in jax.tree_util.tree_flatten_with_path(state, is_leaf=holds)[0]:
@@ -124,15 +125,6 @@ def stored_leaves(state: Any) -> Iterator[tuple[tuple[str, ...], str, Expanded]]
             if jnp.dtype(codes.dtype).itemsize == 1:
                 moment, parameter = _split(path, within)
                 yield parameter, moment, Expanded(codes, amax, k16)
-
-
-def _refuse_dict(node: Any) -> None:
-    """Raises for stored leaves in a dict: fields cannot be told from parameters there."""
-    if isinstance(node, Mapping) and all(field in node for field in FIELDS):
-        raise UserError(
-            f"The state has {', '.join(FIELDS)} as keys of a dict, as nnx.state(optimizer) makes "
-            "it. Pass the state as the optimizer made it: optimizer.opt_state of an nnx.Optimizer."
-        )
 
 
 def _split(path: Any, within: Any) -> tuple[str, tuple[str, ...]]:
@@ -154,8 +146,7 @@ def _split(path: Any, within: Any) -> tuple[str, tuple[str, ...]]:
 
 def names_of(path: Any) -> tuple[str, ...]:
     """The keys of a path, without the attribute that leads to an nnx.Variable's value."""
-    attributes = ("key", "name", "idx")  # of the kinds of keys that JAX has
-    names = [str(getattr(key, next(a for a in attributes if hasattr(key, a)))) for key in path]
+    names = [jax.tree_util.keystr((key,), simple=True) for key in path]
     return tuple(names[:-1] if names[-1:] == [VALUE] else names)
 
 
@@ -192,7 +183,6 @@ class Decay(NamedTuple):
 
 def read_rows(storage: Storage, pair: Sequence[Expanded], rows: int) -> Shadow:
     """The first rows of both stored moments of a parameter, in FP32."""
-
     mu, nu = (Expanded(*(some_rows(array, rows) for array in stored)) for stored in pair)
     return Shadow(*storage.read_moments(mu, nu))
 
@@ -204,7 +194,7 @@ def some_rows(x: Float[Array, "..."], rows: int) -> Float[Array, "..."]:
     return x[:rows] if x.ndim == 2 else x
 
 
-def followed(shadow: Shadow, g: Float[Array, "*rows D"], decay: Decay) -> Shadow:
+def next_shadow(shadow: Shadow, g: Float[Array, "*rows D"], decay: Decay) -> Shadow:
     """The moments after a gradient."""
     g = g.astype(jnp.float32)
     b1, b2, _ = decay

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from coat_jax.numerics import statistics
 from coat_jax.numerics.statistics import Statistics
-from coat_jax.probes import Found, Scope, set_scope
+from coat_jax.probes import Found, Scope, current_scope
 
 
 def measure(loss: Callable[..., Any], *args: Any) -> dict[str, Statistics]:
@@ -46,7 +46,7 @@ def measure(loss: Callable[..., Any], *args: Any) -> dict[str, Statistics]:
         >>> found["first/input"].error
         0.0
     """
-    return report(jax.device_get(_measured(loss, *args)))
+    return report(jax.device_get(_compute_sums(loss, *args)))
 
 
 def sums_and_gradients(
@@ -62,35 +62,32 @@ def sums_and_gradients(
         *args: its other arguments.
     """
     found = Found()
-    with set_scope(Scope(found, None)):
+    with current_scope(Scope(found, None)):
         jax.eval_shape(loss, params, *args)
 
     def watched_loss(probes: Mapping[str, Array], params: Any) -> Array:
-        with set_scope(Scope(found, probes)):
+        with current_scope(Scope(found, probes)):
             result = loss(params, *args)
         return result[0] if isinstance(result, tuple) else result
 
-    probes = {
-        name: jnp.zeros((*(() if layers is None else (layers,)), statistics.NUMBERS), jnp.float32)
-        for name, layers in found.items()
-    }
+    zeros = jnp.zeros(statistics.NUMBERS, jnp.float32)
+    probes = {n: zeros if k is None else jnp.tile(zeros, (k, 1)) for n, k in found.items()}
     sums, grads = jax.grad(watched_loss, argnums=(0, 1))(probes, params)
     return sums, grads
 
 
 def report(sums: Mapping[str, Float[np.ndarray, "..."]]) -> dict[str, Statistics]:
     """The statistics of sums on the host; layers are numbered, unseen tensors left out."""
-    found: dict[str, Statistics] = {}
-    for name, numbers in sums.items():
-        per_layer = np.atleast_2d(numbers)
-        for layer, row in enumerate(per_layer):
-            if row[0]:
-                found[name.replace("*", str(layer), 1)] = statistics.of_sums(row)
-    return found
+    return {
+        name.replace("*", str(layer), 1): statistics.of_sums(row)
+        for name, numbers in sums.items()
+        for layer, row in enumerate(np.atleast_2d(numbers))
+        if row[0]
+    }
 
 
 @partial(jax.jit, static_argnums=0)
-def _measured(loss: Callable[..., Any], *args: Any) -> dict[str, Array]:
+def _compute_sums(loss: Callable[..., Any], *args: Any) -> dict[str, Array]:
     def without_params(_: None, *args: Any) -> Any:
         return loss(*args)
 

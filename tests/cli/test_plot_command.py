@@ -25,7 +25,7 @@ def test_it_says_what_it_wrote(tmp_path, run, capsys):
     assert out.stat().st_size > 10_000
 
 
-def test_a_heat_map_is_a_picture_alone(tmp_path, run, capsys):
+def test_a_heat_map_is_added(tmp_path, run, capsys):
     numbers = {f"fp8/layers/{i}/mlp/input/error": 0.02 for i in range(3)}
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 8, **numbers}) + "\n")
@@ -39,7 +39,10 @@ def test_a_heat_map_is_a_picture_alone(tmp_path, run, capsys):
     ("arguments", "message"),
     [
         (["{run}", "--fp8", "error"], "no records of error: they are written when a run in FP8"),
-        (["{run}", "{run}", "--fp8", "error"], "A heat map is of one run, not of 2."),
+        (
+            ["{run}", "{run}", "--fp8", "error"],
+            "A statistic of telemetry is drawn of one run, not of 2.",
+        ),
         (["{run}", "--out", "plot.svg"], "plot.svg does not end in .png."),
         (["nowhere"], "There is no log of a run nowhere."),
         (["{run}", "--over", "time"], "has no losses over time: train the run, or plot it over st"),

@@ -16,8 +16,8 @@ from coat_jax.telemetry.moments import (
     Decay,
     Shadow,
     direction_error,
-    followed,
     moment_sums,
+    next_shadow,
     read_rows,
     report_moments,
     some_rows,
@@ -45,8 +45,7 @@ def test_codes_at_zero_and_at_the_floor_are_counted():
 def test_layers_in_one_array_have_statistics_of_their_own():
     mu = stored([[[0.0] * 4], [[1.0] * 4]], [[[16]], [[32]]])
     state = ScaleByFP8AdamState(jnp.int32(1), mu, mu)
-    sums = {name: np.asarray(value) for name, value in moment_sums(state, ("w",)).items()}
-    found = report_moments(sums)
+    found = report_moments(jax.device_get(moment_sums(state, ("w",))))
     assert found["w/0/mu"] == (1.0, 0.0, 1.0)
     assert found["w/1/mu"] == (0.0, 0.0, 2.0)
 
@@ -92,22 +91,14 @@ def shadow(m, v):
     return Shadow(jnp.asarray(m, jnp.float32), jnp.asarray(v, jnp.float32))
 
 
-def test_the_error_is_relative_to_the_direction():
-    """Of the directions 0.5 and 0.5 one is 10 % off in m, the other 21 % in v."""
-    exact = shadow([0.05, 0.05], [0.05, 0.05])
-    other = shadow([0.055, 0.05], [0.05, 0.05 * 1.21])
-    error = direction_error(other, exact, jnp.int32(1), DECAY)
-    np.testing.assert_allclose(error, np.hypot(0.1, 1 - 1 / 1.1) / np.sqrt(2), rtol=1e-5)
-    none = shadow([1.0, 0.0], [1.0, 0.0])
-    assert direction_error(none, none, jnp.int32(3), DECAY) == 0
-
-
 def test_a_second_moment_of_zero_counts_as_far_as_a_direction_can_go():
     exact, lost = shadow([1.0], [1.0]), shadow([1.0], [0.0])
     limit = (1 - 0.9) / np.sqrt((1 - 0.95) * (1 - 0.81 / 0.95))
     error = direction_error(lost, exact, jnp.int32(10_000), DECAY)
     np.testing.assert_allclose(error, limit - 1, rtol=1e-5)
     assert direction_error(lost, exact, jnp.int32(1), DECAY) == 0  # both give the sign
+    none = shadow([0.0], [0.0])
+    assert direction_error(none, none, jnp.int32(3), DECAY) == 0
 
 
 def test_fp32_moments_follow_as_adam_does():
@@ -116,7 +107,7 @@ def test_fp32_moments_follow_as_adam_does():
     state, followed_so_far = of_adam.init(gradients[0]), shadow([0.0, 0.0], [0.0, 0.0])
     for g in gradients:
         _, state = of_adam.update(g, state)
-        followed_so_far = followed(followed_so_far, g, DECAY)
+        followed_so_far = next_shadow(followed_so_far, g, DECAY)
     np.testing.assert_allclose(followed_so_far.m, state.mu, rtol=1e-6)
     np.testing.assert_allclose(followed_so_far.v, state.nu, rtol=1e-6)
 
@@ -137,7 +128,7 @@ def test_one_step_of_the_optimizer_has_the_error_of_its_codes():
         grads = {"w": jnp.asarray(rng.standard_normal((128, 256)), jnp.float32)}
         before = read(state)
         _, state = update(grads, state)
-    exact = followed(before, some_rows(grads["w"], 8), DECAY)
+    exact = next_shadow(before, some_rows(grads["w"], 8), DECAY)
     error = direction_error(read(state), exact, state.count, DECAY)
     assert 0.002 < error < 0.06
     assert direction_error(before, exact, state.count, DECAY) > 0.3

@@ -6,5 +6,5 @@ metrics             records in metrics.jsonl, TensorBoard, Weights & Biases
 progress            records on a terminal
 telemetry           statistics of tensors in FP8, by a second program every n-th step
 best_formats        bits that are right of each tensor in small formats: `coat formats`
-plot, heat, chart   pictures of runs: `coat plot`
+plot, chart         pictures of runs: `coat plot`
 """

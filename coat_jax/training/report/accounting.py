@@ -2,23 +2,23 @@
 
     parameters, optimizer state    their shards; only that part of the state which is on the device
     gradients                      like parameters; in FP32 as well where they are accumulated. If
-                                   they are released: of the largest layer, or embedding, or head
+                                   released, those of the largest layer, or embedding, or head
     saved activations              what `jax.vjp` saves of one microbatch: counted, not estimated
-    peak memory                    the compiled step's arguments, results and temporary arrays
 
-The peak memory is XLA's own account. It contains, besides the rows above, work space: gathered
-weights, gradients of activations, the logits of a chunk.
+The peak memory is XLA's own account of the compiled step. It contains, besides these, work space:
+gathered weights, gradients of activations, the logits of a chunk.
 """
 
 import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from rich.table import Table
 
 from coat_jax import models
 from coat_jax.errors import UserError
@@ -27,20 +27,6 @@ from coat_jax.precision import COAT_LEAN, precision_of
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.families import family_of
 from coat_jax.training.state import State, split_trained
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-
-LABELS = (
-    "parameters",
-    "gradients",
-    "optimizer state",
-    "saved activations",
-    "peak memory of the step",
-    "the device's limit",
-    "optimizer state in the host's memory",
-)
 
 
 class DeviceMemory(NamedTuple):
@@ -121,42 +107,46 @@ def saved_activations(config: models.ModelConfig, rows: int, sequence: int) -> i
     return sum(leaf.size * leaf.dtype.itemsize for leaf in saved if leaf.shape not in weights)
 
 
-def table(memory: DeviceMemory) -> "Table":
+def table(memory: DeviceMemory) -> Table:
     """The account as a table to print."""
-    from rich.table import Table
-
     size, unit = (1e9, "GB") if memory.peak >= 1e9 else (1e6, "MB")
     found = Table("", unit, title="Memory of each device", title_justify="left")
     found.columns[1].justify = "right"
-    for name, count in zip(LABELS, memory, strict=True):
+    for name, count in (
+        ("parameters", memory.parameters),
+        ("gradients", memory.gradients),
+        ("optimizer state", memory.optimizer),
+        ("saved activations", memory.activations),
+        ("peak memory of the step", memory.peak),
+        ("the device's limit", memory.limit),
+        ("optimizer state in the host's memory", memory.on_host),
+    ):
         if count:
             found.add_row(name, f"{count / size:.2f}", end_section=name == "saved activations")
     return found
 
 
 def advice(config: TrainConfig, *, batch_parts: int) -> str:
-    """What to lower, the cheapest first, for the command line."""
-    optimizer, parts = config.optimizer, 2 * config.gradient_accumulation_steps
-    int8 = precision_of(config.model.precision).int8_forward
-    remedies = []
-    if optimizer.name != "fp8_adamw":
-        remedies.append("--optimizer.name fp8_adamw")
-    if config.model.param_dtype == jnp.float32:
-        remedies.append("--param_dtype bfloat16")
-    if config.model.precision != dataclasses.replace(COAT_LEAN, int8_forward=int8):
-        lean = "--model.precision.attention_block 16" if int8 else "--precision coat_lean"
-        remedies.append(lean)
-    if config.microbatch > batch_parts:
-        if not optimizer.release_gradients:  # which needs one microbatch
-            divides = config.global_batch_size % (parts * batch_parts) == 0
-            remedies.append("--gradient_accumulation_steps" + (f" {parts}" if divides else ""))
-        remedies.append(f"a --global_batch_size under {config.global_batch_size}")
-    if config.model.remat != "layer_fp8":
-        remedies.append("--remat layer_fp8")
-    if not optimizer.offload and optimizer.transformation is None:
-        remedies.append("--optimizer.offload true")
-    remedies.append("more devices along --mesh.fsdp")
-    return f"What helps: {'; '.join(remedies)}."
+    """Returns what to lower, the cheapest first, for the command line."""
+    model, optimizer = config.model, config.optimizer
+    int8 = precision_of(model.precision).int8_forward
+    lean = dataclasses.replace(COAT_LEAN, int8_forward=int8)
+    saves_less = "--model.precision.attention_block 16" if int8 else "--precision coat_lean"
+    divisible = config.microbatch > batch_parts
+    steps = 2 * config.gradient_accumulation_steps
+    divides = config.global_batch_size % (steps * batch_parts) == 0
+    more_steps = "--gradient_accumulation_steps" + (f" {steps}" if divides else "")
+    remedies = {
+        "--optimizer.name fp8_adamw": optimizer.name != "fp8_adamw",
+        "--param_dtype bfloat16": model.param_dtype == jnp.float32,
+        saves_less: model.precision != lean,
+        more_steps: divisible and not optimizer.release_gradients,  # which needs one microbatch
+        f"a --global_batch_size under {config.global_batch_size}": divisible,
+        "--remat layer_fp8": model.remat != "layer_fp8",
+        "--optimizer.offload true": not optimizer.offload and optimizer.transformation is None,
+        "more devices along --mesh.fsdp": True,
+    }
+    return f"What helps: {'; '.join(remedy for remedy, helps in remedies.items() if helps)}."
 
 
 @contextlib.contextmanager

@@ -83,9 +83,8 @@ def in_training(
         precision = Precision(forward=simulated, backward=simulated, block=None)
         graph, params = nnx.split(load(dataclasses.replace(config, precision=precision)))
 
-        def loss(params: Any, graph: Any = graph) -> Array:
-            mean: Array = nnx.merge(graph, params).loss(Batch(batch, labels)).mean
-            return mean
+        def loss(params: Any, graph: Any = graph) -> Any:
+            return nnx.merge(graph, params).loss(Batch(batch, labels)).mean
 
         for tensor, found in telemetry.measure(loss, params).items():
             _require_finite(tensor, found.error)

@@ -2,9 +2,8 @@
 
     {"step": 20, "tokens": 40960, "seconds": 8.1, "loss": 3.214, "learning_rate": 0.0003, ...}
 
-JSON has no NaN and no infinity: they are written as null. Every line is one write, so that a killed
-run loses at most its last line. A run that resumes repeats the steps after its checkpoint: their
-old records are moved to metrics.removed.jsonl first.
+JSON has no NaN and no infinity: they are written as null. A run that resumes repeats the steps
+after its checkpoint: their old records are moved to metrics.removed.jsonl first.
 
 A record that cannot be written, for example on a full disk, does not end the run at once: the loop
 sees `failure` and saves a checkpoint, which contains the `unwritten` records.
@@ -14,7 +13,6 @@ import contextlib
 import importlib
 import json
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -57,14 +55,10 @@ class Metrics:
         self.failure: NotWritten | None = None
         self.unwritten: list[Record] = []
         self._path = folder / FILE
-        self._closing = contextlib.ExitStack()
-        self._others: list[Callable[[Record], None]] = []
+        self._others: list[tuple[Any, Any]] = []  # functions that write and close
         if not multihost.is_main():
             return
-        for name in writers:
-            write, close = WRITERS[name](folder, config, resume_step)
-            self._others.append(write)
-            self._closing.callback(close)
+        self._others = [WRITERS[name](folder, config, resume_step) for name in writers]
         with write_failures(folder, FILE):
             self.recorded = repair(self._path, resume_step, note)
         if self.recorded < recorded:
@@ -77,7 +71,7 @@ class Metrics:
         """Writes one record; it names its "step"."""
         if multihost.is_main():
             self._write_line(record)
-        for write in self._others:
+        for write, _ in self._others:
             write(record)
 
     def sync(self) -> None:
@@ -88,11 +82,12 @@ class Metrics:
 
     def close(self) -> None:
         """Flushes the other writers."""
-        self._closing.close()
+        for _, close in self._others:
+            close()
 
     def _write_line(self, record: Record) -> None:
         infinite = {k for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
-        finite = {**record, **dict.fromkeys(infinite)}
+        finite = dict(record) | dict.fromkeys(infinite)
         if self.failure is None:
             with self._failures():
                 append(self._path, json.dumps(finite, allow_nan=False))
@@ -125,7 +120,7 @@ def append(path: Path, line: str) -> None:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a metrics.jsonl, in order; null is None.
+    """Yields the records of a metrics.jsonl; null is None.
 
     A last line without its end is left out: it is being written, or the run was killed.
     """
@@ -142,10 +137,9 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def repair(path: Path, step: int, note: Callable[[str], object]) -> int:
-    """Moves the records of later steps, and lines that are not records, to metrics.removed.jsonl.
+    """Moves records of later steps, and lines that are no records, to metrics.removed.jsonl.
 
-    Returns:
-        The last step that is left; 0 without any.
+    Returns the last step that is left; 0 without any.
     """
     if not path.is_file():
         return 0
@@ -162,8 +156,7 @@ def repair(path: Path, step: int, note: Callable[[str], object]) -> int:
     if removed:
         with path.with_name(REMOVED).open("ab") as file:
             file.writelines(removed)
-            file.flush()
-            os.fsync(file.fileno())
+        writing.flush(path.with_name(REMOVED))
     writing.replace(path, b"".join(kept))
     moved = f"in {path} were moved to {REMOVED}."
     if later:
@@ -176,15 +169,14 @@ def repair(path: Path, step: int, note: Callable[[str], object]) -> int:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     """The record in a line; None if the line is not a record."""
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    is_record = isinstance(record, dict) and type(record.get("step")) is int
-    return record if is_record else None
+        if isinstance(record, dict) and type(record.get("step")) is int:
+            return record
+    return None
 
 
-# --- Other writers: the functions that write a record, and that close -------------------------
+# --- Other writers: a function that writes a record, and one that closes ---------------------
 
 
 def tensorboard(folder: Path, config: Record, resume_step: int) -> tuple[Any, Any]:
@@ -208,8 +200,9 @@ def wandb(folder: Path, config: Record, resume_step: int) -> tuple[Any, Any]:
     package: Any = importlib.import_module(PACKAGES["wandb"])
     note = folder / "wandb_id"
     known = note.read_text("utf-8").strip() if note.is_file() else None
-    options = {"dir": str(folder), "name": folder.name, "config": dict(config)}
-    run = package.init(**options, id=known, resume="allow")
+    run = package.init(
+        dir=str(folder), name=folder.name, config=dict(config), id=known, resume="allow"
+    )
     with write_failures(folder, note.name):
         note.write_text(f"{run.id}\n", encoding="utf-8")
 

@@ -1,47 +1,57 @@
 """Loss curves of several runs in a picture: `draw([bf16, coat], Path("plot.png"))`.
 
 Training losses are means of the last `smooth` records, held-out losses are points. Panels below
-have learning rates, gradient norms and a config's own metrics. Of several runs the first is the
-baseline: wide and pale, with the others on top.
+have learning rates, gradient norms and a config's own metrics, and a statistic of telemetry if one
+is asked for. Of several runs the first is the baseline: wide and pale, with the others on top.
 """
 
-import itertools
+import io
+import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 from jaxtyping import Float
 
+from coat_jax import writing
 from coat_jax.errors import UserError
 from coat_jax.files import require_regular
 from coat_jax.printable import counted, printable
 from coat_jax.training.config.run import LOGGED
 from coat_jax.training.report import metrics
-from coat_jax.training.report.chart import LINES, PALE, picture
+from coat_jax.training.report.chart import CHART, LINES, PALE
+from coat_jax.training.report.telemetry import PREFIX
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-AXES = {"steps": "step", "tokens": "tokens", "time": "seconds"}
-UNITS = {
-    "steps": ((1, "step"),),
-    "tokens": ((1, "tokens"), (1e6, "million tokens"), (1e9, "billion tokens")),
-    "time": ((1, "seconds"), (60, "minutes"), (3600, "hours"), (86400, "days")),
+Curve: TypeAlias = Float[np.ndarray, "2 N"]  # the x axis and the values
+# The x axes: a record's field, a unit of it, and the unit's name.
+AXES = {
+    "steps": ("step", 1, "step"),
+    "tokens": ("tokens", 1e6, "million tokens"),
+    "time": ("seconds", 3600, "hours"),
 }
+HELD_OUT = "held_out_"
 PANELS = 24  # of a config's own metrics, at most
 # A panel is at most STRETCH times as high as this share of its values: outliers would flatten them.
 SHOWN_QUANTILE, STRETCH = 0.96, 2.5
+SHARES = ("underflow", "subnormal", "saturated", "zero", "floor")  # on a logarithmic scale
+SMALLEST = 1e-6  # share that has a colour of its own
+TELEMETRY = re.compile(
+    rf"{PREFIX}(?:(?:.*/)?layers/(?P<layer>\d+)/)?(?P<tensor>.+)/(?P<statistic>\w+)"
+)
 
 
 class Run(NamedTuple):
-    """The records of a run: by key, the axis and the values. null is NaN."""
+    """The records of a run: a curve for each key. null is NaN."""
 
     name: str
-    curves: dict[str, Float[np.ndarray, "2 N"]]
+    curves: dict[str, Curve]
 
-    def curve(self, key: str) -> Float[np.ndarray, "2 N"]:
+    def curve(self, key: str) -> Curve:
         """The points of a key; none if the run never recorded it."""
         return self.curves.get(key, np.empty((2, 0)))
 
@@ -60,16 +70,17 @@ def load(paths: Sequence[Path], names: Sequence[str] = (), over: str = "steps") 
     return [Run(name, _read_curves(file, over)) for name, file in pairs]
 
 
-def _read_curves(file: Path, over: str) -> dict[str, Float[np.ndarray, "2 N"]]:
+def _read_curves(file: Path, over: str) -> dict[str, Curve]:
     """The points of each key; a record without tokens or seconds takes those of the one before."""
     require_regular(file, "log of a run")
+    field, unit, _ = AXES[over]
     points = defaultdict(list)
     x = None
     for record in metrics.read(file):
-        x = record.get(AXES[over], x)
+        x = record.get(field, x)
         for key, value in record.items():
             if x is not None and not isinstance(value, str):
-                points[key].append((x, value))
+                points[key].append((x / unit, value))
     if "loss" not in points:
         raise UserError(f"{file} has no losses over {over}: train the run, or plot it over steps.")
     return {key: np.array(pairs, float).T for key, pairs in points.items()}
@@ -82,6 +93,7 @@ def draw(
     over: str = "steps",
     smooth: int | None = None,
     names: Sequence[str] = (),
+    statistic: str | None = None,
 ) -> None:
     """Writes a picture of the runs in some folders to `out`, which ends in .png.
 
@@ -92,25 +104,41 @@ def draw(
         smooth: how many records each point is the mean of; by default a fiftieth of the shortest
             run's, at least 10.
         names: of the runs, by default their folders'.
+        statistic: of telemetry, which is drawn of a run alone.
     """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+    from matplotlib.rcsetup import cycler
+
     if smooth is not None and smooth < 1:
         raise UserError(f"{smooth=} records have no mean: take 1 or more.")
+    if out.suffix.lower() != ".png":
+        raise UserError(f"{out} does not end in .png.")
+    if statistic is not None and len(paths) > 1:
+        raise UserError(f"A statistic of telemetry is drawn of one run, not of {len(paths)}.")
     loaded = load(paths, names, over)
-    losses = [run.curves["loss"] for run in loaded]
-    smooth = smooth or max(min(len(y) for _, y in losses) // 50, 10)
-    longest = max(x[-1] for x, _ in losses)
-    fitting = [unit for unit in UNITS[over] if longest >= 2 * unit[0]]
-    size, unit = fitting[-1] if fitting else UNITS[over][0]
+    smooth = smooth or max(min(run.curves["loss"].shape[1] for run in loaded) // 50, 10)
     keys = dict.fromkeys(key for run in loaded for key in run.curves)
-    own = [key for key in keys if key not in LOGGED and "/" not in key]
-    small = [key for key in ("learning_rate", "gradient_norm") if key in keys] + own[:PANELS]
+    own = dict.fromkeys(k.removeprefix(HELD_OUT) for k in keys if k not in LOGGED and "/" not in k)
+    small = [key for key in ("learning_rate", "gradient_norm") if key in keys] + [*own][:PANELS]
     heights = [3.2, *[1.0] * len(small)]
-    with picture(out, (9, 1.4 * sum(heights))) as figure:
+    tensors = {} if statistic is None else _by_tensor(loaded[0], statistic)
+    if tensors:
+        heights.append(0.7 + 0.12 * len(tensors))
+    content = io.BytesIO()
+    # Names of runs and metrics may have a $, which would begin a formula.
+    colors = LINES if len(loaded) == 1 else (PALE, *LINES)
+    looks = cycler(linestyle=("-", "--", ":", "-.")) * cycler(color=colors)
+    with mpl.rc_context(CHART | {"text.parse_math": False, "axes.prop_cycle": looks}):
+        figure = Figure(figsize=(9, 1.4 * sum(heights)))  # not pyplot's: no window, no backend
         panels = figure.subplots(len(heights), sharex=True, height_ratios=heights, squeeze=False)
-        for axes, key in zip(panels.flat, ["loss", *small], strict=True):
-            _draw_curves(axes, key, loaded, 1 if key == "learning_rate" else smooth, size)
+        for axes, key in zip(panels.flat, ["loss", *small], strict=False):
+            _draw_curves(axes, key, loaded, 1 if key == "learning_rate" else smooth)
             axes.set_title(key.replace("_", " ") if key in LOGGED else printable(key))
-        axes.set_xlabel(unit)
+        axes = panels[-1, 0]
+        if statistic is not None:
+            _draw_map(axes, statistic, tensors)
+        axes.set_xlabel(AXES[over][2])
         axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter("{x:,.10g}")
         axes.locator_params(axis="x", integer=over == "steps")
@@ -118,19 +146,24 @@ def draw(
         points = "; points: held out" if "held_out_loss" in keys else ""
         loss = panels[0, 0]
         loss.set_title(f"Training loss{mean}{points}")
+        # Not as labels of the lines: matplotlib leaves out those that begin with an underscore.
         labels = [_label(run, smooth) for run in loaded]
         loss.legend(loss.get_lines()[::2], labels, loc="upper right")
+        figure.savefig(content, format="png")
+    with writing.full_disk(out.parent, out.name):
+        writing.replace(out, content.getvalue())
 
 
-def _draw_curves(axes: "Axes", key: str, loaded: list[Run], smooth: int, size: float) -> None:
+def _draw_curves(axes: "Axes", key: str, loaded: list[Run], smooth: int) -> None:
     """Draws for each run the means of a key's values, and its held-out values as points."""
     shown = []
-    for run, (color, width, style) in zip(loaded, looks_of(len(loaded)), strict=True):
+    for number, run in enumerate(loaded):
+        width = 5.0 if number == 0 and len(loaded) > 1 else 1.5
         x, y = run.curve(key)
-        mean = smoothed(y, smooth)
-        axes.plot(x / size, mean, color=color, linewidth=width, linestyle=style)
-        x, y = run.curve(f"held_out_{key}")
-        axes.plot(x / size, y, "o", ms=4 + width, color=color, mec="white", mew=1.2, zorder=3)
+        mean = moving_mean(y, smooth)
+        (line,) = axes.plot(x, mean, lw=width)
+        x, y = run.curve(f"{HELD_OUT}{key}")
+        axes.plot(x, y, "o", color=line.get_color(), ms=4 + width, mec="white", mew=1.2, zorder=3)
         shown += [mean[np.isfinite(mean)], y[np.isfinite(y)]]
     values = np.concatenate(shown)
     if len(values):
@@ -141,15 +174,7 @@ def _draw_curves(axes: "Axes", key: str, loaded: list[Run], smooth: int, size: f
         axes.set_ylim(bottom - margin, top + margin)
 
 
-def looks_of(count: int) -> list[tuple[str, float, str]]:
-    """A colour, a width and a style for each run; of several, the first is pale and wide."""
-    styles = ("-", "--", ":", "-.")
-    lines = itertools.cycle((color, 1.5, style) for style in styles for color in LINES)
-    baseline = [(PALE, 5.0, "-")] if count > 1 else []
-    return list(itertools.islice(itertools.chain(baseline, lines), count))
-
-
-def smoothed(y: Float[np.ndarray, " N"], window: int) -> Float[np.ndarray, " N"]:
+def moving_mean(y: Float[np.ndarray, " N"], window: int) -> Float[np.ndarray, " N"]:
     """The mean of each value and those before it, `window` in all; NaN does not count."""
     if len(y) == 0:
         return y
@@ -157,7 +182,8 @@ def smoothed(y: Float[np.ndarray, " N"], window: int) -> Float[np.ndarray, " N"]
     # The difference of two running sums would be faster, but lose all that follows a huge value.
     total = np.convolve(np.where(finite, y, 0.0), np.ones(window))[: len(y)]
     count = np.convolve(finite, np.ones(window))[: len(y)]
-    return np.divide(total, count, out=np.full(len(y), np.nan), where=count > 0)
+    with np.errstate(invalid="ignore"):  # 0 / 0 is NaN
+        return np.asarray(total / count)
 
 
 def _label(run: Run, smooth: int) -> str:
@@ -165,3 +191,49 @@ def _label(run: Run, smooth: int) -> str:
     ends = f"ends at {final:.4g}" if np.isfinite(final) else "ends without a finite loss"
     held_out = "".join(f", held out {y:.4g}" for y in run.curve("held_out_loss")[1][-1:])
     return printable(f"{run.name}, {ends}{held_out}")
+
+
+def _by_tensor(run: Run, statistic: str) -> dict[str, dict[str, Curve]]:
+    """The curves of a statistic of telemetry, by tensor and layer."""
+    found: dict[str, dict[str, Curve]] = defaultdict(dict)
+    for key, curve in run.curves.items():
+        parts = TELEMETRY.fullmatch(key)
+        if parts and parts["statistic"] == statistic:
+            found[parts["tensor"]][parts["layer"] or ""] = curve
+    if not found:
+        raise UserError(
+            f"{run.name} has no records of {statistic}: they are written when a run in FP8 trains "
+            "with --telemetry.every, 100 for instance."
+        )
+    return found
+
+
+def _draw_map(axes: "Axes", statistic: str, tensors: Mapping[str, Mapping[str, Curve]]) -> None:
+    """Draws a row for each tensor, with the largest number of its layers; NaN is blank.
+
+    The row names the layer whose number is the largest in the last record.
+    """
+    from matplotlib.colors import LogNorm, Normalize
+
+    places = np.unique([x for of in tensors.values() for x in np.hstack([*of.values()])[0]])
+    values = np.full((len(tensors), len(places)), np.nan)
+    labels = []
+    for row, (tensor, curves) in zip(values, tensors.items(), strict=True):
+        for x, y in curves.values():
+            at = np.searchsorted(places, x)
+            row[at] = np.fmax(row[at], y)
+        last = {layer: y[-1] for layer, (_, y) in curves.items()}
+        worst = max(last, key=lambda layer: np.nan_to_num(last[layer], nan=-np.inf))
+        labels.append(printable(f"{tensor}, layer {worst}" if worst else tensor))
+    highest = np.max(values, initial=0.0, where=np.isfinite(values)) or 1.0
+    norm = LogNorm(SMALLEST, 1.0, clip=True) if statistic in SHARES else Normalize(0.0, highest)
+    values[values == 0] = SMALLEST  # a logarithm has no zero
+    # A record stands for the steps since the one before it.
+    edges, rows = np.concatenate([[0.0], places]), np.arange(len(tensors) + 1)
+    colors = axes.pcolormesh(edges, rows, values, cmap="YlOrRd", norm=norm)
+    colors.sticky_edges.x.clear()  # so that points at the end of curves are not cut off
+    axes.set_yticks(rows[:-1] + 0.5, labels, fontsize=7)
+    axes.invert_yaxis()
+    axes.grid(False)
+    axes.set_title(f"{statistic}, the maximum over layers (named: that of the last record)")
+    axes.figure.colorbar(colors, ax=axes, location="bottom", aspect=60, format="%g")

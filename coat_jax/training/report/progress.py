@@ -79,7 +79,12 @@ class Progress:
         if "held_out_loss" in record:
             losses = "held-out loss {held_out_loss:.4f}  perplexity {perplexity:.4g}"
             self.note(f"step {step:,}  {losses.format(**record)}")
-        elif self._plain and self._is_due(step):
+        elif self._plain and (
+            step >= self._steps
+            or (step - self._line_step) * LINES >= self._steps
+            or time.monotonic() - self._line_time >= SECONDS_PER_LINE
+        ):
+            self._line_step, self._line_time = step, time.monotonic()
             left = self._bar.tasks[0].time_remaining
             ends = f"  {datetime.timedelta(seconds=left)} left" if left else ""
             self.note(f"step {step:,}/{self._steps:,}  {state}{ends}")
@@ -87,15 +92,3 @@ class Progress:
     def note(self, text: str) -> None:
         """Prints a line that stays, above the bar."""
         self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
-
-    def _is_due(self, step: int) -> bool:
-        """Whether a log has a line for this step."""
-        now = time.monotonic()
-        due = (
-            step >= self._steps
-            or (step - self._line_step) * LINES >= self._steps
-            or now - self._line_time >= SECONDS_PER_LINE
-        )
-        if due:
-            self._line_step, self._line_time = step, now
-        return due

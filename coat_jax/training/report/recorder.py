@@ -14,9 +14,9 @@ from jax.sharding import Mesh
 from coat_jax.errors import UserError
 from coat_jax.printable import counted
 from coat_jax.training.config import TrainConfig
-from coat_jax.training.report import speed
 from coat_jax.training.report.metrics import Metrics
 from coat_jax.training.report.progress import Progress
+from coat_jax.training.report.speed import utilization
 from coat_jax.training.step import Report
 
 
@@ -27,10 +27,9 @@ class Diverged(UserError):
 
 
 class Recorder:
-    """Takes a report after every step.
+    """Takes a report after every step; `loss` is that of the last step that was recorded.
 
-    `step`, `skipped` and `seconds` are of the run before this process began. `loss` is that of the
-    last step that was recorded.
+    `step`, `skipped` and `seconds` are of the run before this process began.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class Recorder:
         pace = (step - before) * self._config.tokens_per_step / (self._clock[1] - since)
         record = {
             "loss": self.loss,
-            **({"learning_rate": rate} if self._config.optimizer.follows_schedule else {}),
+            "learning_rate": rate if self._config.optimizer.follows_schedule else None,
             "gradient_norm": norm,
             "labels": int(labels),
             "skipped": int(skipped),
@@ -85,11 +84,11 @@ class Recorder:
         }
         config = self._config if step > self._config.steps_in_bf16 else self._config.at_start
         work = config.model.work_per_token(config.sequence_length)
-        known = {
-            "mfu": speed.utilization(work, self._device.device_kind, pace, self._devices),
+        record |= {
+            "mfu": utilization(work, self._device.device_kind, pace, self._devices),
             "memory": (self._device.memory_stats() or {}).get("peak_bytes_in_use"),
         }
-        self._write(step, record | {key: x for key, x in known.items() if x is not None})
+        self._write(step, {key: x for key, x in record.items() if x is not None})
         self._count_skipped(step, int(skipped))
 
     def take_held_out(self, step: int, loss: float, statistics: Mapping[str, float]) -> None:
@@ -100,7 +99,7 @@ class Recorder:
 
     def take_telemetry(self, step: int, numbers: dict[str, float], warning: str | None) -> None:
         """Records statistics of tensors in FP8; shows a warning, if there is one."""
-        self._metrics.write(self._whole(step, numbers))
+        self._metrics.write(self._place(step) | numbers)
         if warning is not None:
             self._progress.note(f"step {step:,}: {warning}")
 
@@ -108,33 +107,34 @@ class Recorder:
         """Leaves the time since the last step out of tokens_per_second."""
         self._clock = step, time.perf_counter()
 
-    def _write(self, step: int, record: dict[str, float]) -> None:
-        whole = self._whole(step, record)
-        self._metrics.write(whole)
-        self._progress.update(whole)
+    def _write(self, step: int, numbers: dict[str, float]) -> None:
+        record = self._place(step) | numbers
+        self._metrics.write(record)
+        self._progress.update(record)
 
-    def _whole(self, step: int, record: dict[str, float]) -> dict[str, float]:
+    def _place(self, step: int) -> dict[str, float]:
+        """The fields with which each record begins."""
         tokens = step * self._config.tokens_per_step
-        return {"step": step, "tokens": tokens, "seconds": self.seconds, **record}
+        return {"step": step, "tokens": tokens, "seconds": self.seconds}
 
     def _count_skipped(self, step: int, skipped: int) -> None:
         """Counts skipped steps in a row; a series continues if all since the last report were."""
         (step_before, skipped_before), self._reported = self._reported, (step, skipped)
-        optimizer, continues = self._config.optimizer, self._in_row > 0
-        all_of_them = skipped - skipped_before == step - step_before
-        self._in_row = self._in_row + step - step_before if all_of_them else 0
+        optimizer, in_row_before = self._config.optimizer, self._in_row
+        steps, new = step - step_before, skipped - skipped_before
+        self._in_row = in_row_before + steps if new == steps else 0
         released = optimizer.release_gradients
         changed = "only layers whose gradients are finite" if released else "nothing"
-        if skipped > skipped_before and not (continues and all_of_them):
+        if new and not (in_row_before and self._in_row):
             self._progress.note(
-                f"step {step:,}: since the last record {counted(skipped - skipped_before, 'step')} "
-                f"had no finite loss and gradients, and changed {changed}; {skipped:,} so far."
+                f"step {step:,}: since the last record {counted(new, 'step')} had no finite loss "
+                f"and gradients, and changed {changed}; {skipped:,} so far."
             )
         nothing_learned = skipped == step == self._config.total_steps
         if self._in_row >= self._config.max_skipped_steps or nothing_learned:
-            rate = f"--learning_rate ({optimizer.learning_rate:g})"
-            if not optimizer.follows_schedule:
-                rate = "the learning rate of optimizer.transformation"
+            rate = "the learning rate of optimizer.transformation"
+            if optimizer.follows_schedule:
+                rate = f"--learning_rate ({optimizer.learning_rate:g})"
             raise Diverged(
                 f"The last {self._in_row:,} steps, up to step {step:,}, changed {changed}: their "
                 f"losses or gradients are not finite. Lower {rate}, look at the data and at the "

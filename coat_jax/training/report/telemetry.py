@@ -28,9 +28,9 @@ from coat_jax.telemetry.moments import (
     Decay,
     Shadow,
     direction_error,
-    followed,
     moment_sums,
     names_of,
+    next_shadow,
     read_rows,
     report_moments,
     some_rows,
@@ -60,7 +60,6 @@ LIMITS = {
 # error, FP8 would be more accurate.
 INT8_OPERANDS = ("input", "weight")
 INT8_LIMIT = (0.03, "its relative error in INT8 is {:.0%}, where FP8 has 3%")
-NO_LIMIT = (math.inf, "")
 
 
 class Telemetry:
@@ -77,29 +76,23 @@ class Telemetry:
         optimizer = config.optimizer
         self._decay = Decay(optimizer.b1, optimizer.b2, optimizer.eps)
         self._stacked = (config.model.STACK,) if config.model.scan else ()
-        names = [name for name, pair in _by_name(state.moments).items() if len(pair) == 2]
         # For other optimizers it is not known which direction their moments should give.
-        count = config.telemetry.leaves if optimizer.transformation is None else 0
-        count = min(count, len(names))
+        known = optimizer.transformation is None
+        names = [n for n, pair in _by_name(state.moments).items() if known and len(pair) == 2]
+        count = min(config.telemetry.leaves, len(names))
         self._sampled = [names[i * len(names) // count] for i in range(count)]
         self._shadow: dict[str, Shadow] | None = None
         self._followed = 0  # steps, by the shadow
         self._seen: Any = None  # sums and gradients of the step that is being taken
         self._warned: set[str] = set()
-        replicated = everywhere(mesh)
+        replicated, options = everywhere(mesh), compiler_options(config, mesh)
+        collect = jax.jit(self._sums, out_shardings=(replicated, None), compiler_options=options)
         with jax.set_mesh(mesh):
-            shardings, options = (replicated, None), compiler_options(config, mesh)
-            collect = jax.jit(self._sums, out_shardings=shardings, compiler_options=options)
             lowered = collect.lower(state.params, abstract_batch(config, mesh, example))
             self.empty = not lowered.out_info[0] and not list(stored_leaves(state.moments))
             self._collect = None if self.empty else lowered.compile()
         self._read = jax.jit(self._rows)
         self._follow = jax.jit(self._next_shadow, out_shardings=(None, replicated))
-
-    def is_due(self, step: int) -> bool:
-        """Whether there is a record of a step."""
-        every = self._config.telemetry.every
-        return not self.empty and every > 0 and step % every == 0
 
     def begin(self, step: int, state: State, batch: Any) -> None:
         """Measures a step that is about to be taken from this state, if a record is due."""
@@ -112,13 +105,13 @@ class Telemetry:
             self._shadow, self._followed = self._read(state.moments), 0
 
     def end(self, step: int, state: State, report_of_step: Report) -> dict[str, float] | None:
-        """The numbers of the step that was taken, if it is due."""
+        """The numbers of the step that was taken, if a record is due."""
         if self._seen is None:
             return None
         (sums, grads), self._seen = self._seen, None
         self._shadow, compared = self._follow(self._shadow, grads, report_of_step, state)
         self._followed += 1
-        if not self.is_due(step):
+        if step % self._config.telemetry.every:
             return None
         self._shadow = None
         sums, (of_moments, errors) = jax.device_get((sums, compared))
@@ -134,29 +127,27 @@ class Telemetry:
 
     def warning(self, found: Mapping[str, float]) -> str | None:
         """One line about the worst new problem, and how many others there are; None without any."""
-        off = {}  # how far each number is beyond its limit, as a factor
+        off = {}  # how many times its limit a number is, and the words of the warning
         for key, value in found.items():
-            least, _ = self._limit(key)
-            excess = value / least if math.isfinite(value) else math.inf
-            if excess >= 1 and least != math.inf:
-                off[key] = excess
+            limit = self._limit(key)
+            if limit is not None and not math.isfinite(value):
+                off[key] = math.inf, "it is not finite"
+            elif limit is not None and value >= limit[0]:
+                off[key] = value / limit[0], limit[1].format(value)
         new = [key for key in off if key not in self._warned]
         self._warned.update(new)
         if not new:
             return None
-        worst = max(new, key=off.__getitem__)
-        words = "it is not finite"
-        if math.isfinite(found[worst]):
-            words = self._limit(worst)[1].format(found[worst])
+        worst = max(new, key=lambda key: off[key][0])
         others = f"; {len(off) - 1:,} more are off" if len(off) > 1 else ""
-        return f"{worst.removeprefix(PREFIX).rpartition('/')[0]}: {words}{others}."
+        return f"{worst.removeprefix(PREFIX).rpartition('/')[0]}: {off[worst][1]}{others}."
 
-    def _limit(self, key: str) -> tuple[float, str]:
+    def _limit(self, key: str) -> tuple[float, str] | None:
         *_, tensor, statistic = key.split("/")
         int8 = precision_of(self._config.model.precision).int8_forward
         if int8 and tensor in INT8_OPERANDS:
-            return INT8_LIMIT if statistic == "error" else NO_LIMIT
-        return LIMITS.get(f"{tensor}/{statistic}") or LIMITS.get(statistic, NO_LIMIT)
+            return INT8_LIMIT if statistic == "error" else None
+        return LIMITS.get(f"{tensor}/{statistic}") or LIMITS.get(statistic)
 
     def _label(self, name: str) -> str:
         """A parameter's name; for stacked layers, with the number of the layer that is sampled."""
@@ -206,7 +197,7 @@ class Telemetry:
         scale, skip = clip_or_skip(self._config, step.gradient_norm, step.loss)
         if self._config.gradient_accumulation_steps > 1:
             scale = scale / jnp.maximum(step.labels, 1)
-        after = {n: followed(of, scale * grads[n], self._decay) for n, of in shadow.items()}
+        after = {n: next_shadow(of, scale * grads[n], self._decay) for n, of in shadow.items()}
         after = jax.tree.map(lambda new, old: jnp.where(skip, old, new), after, shadow)
         stored, count = self._rows(state.moments), state.step - state.skipped
         errors = {n: direction_error(stored[n], after[n], count, self._decay) for n in after}

@@ -15,11 +15,7 @@ from coat_jax import models
 from coat_jax.errors import UserError
 from coat_jax.training.cluster.mesh import batch_parts
 from coat_jax.training.report import accounting
-from coat_jax.training.report.accounting import (
-    DeviceMemory,
-    advice,
-    explaining_out_of_memory,
-)
+from coat_jax.training.report.accounting import DeviceMemory, advice, explaining_out_of_memory
 
 ROWS, SEQUENCE = 4, 32
 TOKENS = ROWS * SEQUENCE
@@ -63,16 +59,13 @@ def test_a_devices_share_is_counted():
     assert cut.fits == (cut.peak <= 10**6)
 
 
-def test_what_is_written_in_place_of_an_argument_takes_nothing():
-    config = small(model={"layers": 1}, optimizer={"name": "adamw"})
-    assert account(config, program=COMPILED).peak == 100 + 30 + 90 - 80
-
-
 def test_accumulated_gradients_are_in_fp32_besides():
+    """And what is written in place of an argument takes nothing."""
     model = {"layers": 1, "dtype": jnp.float32}
     config = small(model=model, optimizer={"name": "adamw"}, gradient_accumulation_steps=4)
     in_parts = account(config, program=COMPILED)
     assert in_parts.gradients == 2 * in_parts.parameters
+    assert in_parts.peak == 100 + 30 + 90 - 80
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -114,59 +107,59 @@ def test_casts_of_weights_are_no_activations():
     assert kept(param_dtype=jnp.float32) == kept(param_dtype=jnp.bfloat16)
 
 
-def printed(memory):
-    console = Console(width=60, file=io.StringIO())
-    console.print(accounting.table(memory))
-    return console.file.getvalue()
-
-
 def test_the_table_has_a_unit_that_fits():
     large = DeviceMemory(int(13.5e9), int(13.5e9), int(14e9), int(20e9), int(65e9), int(80e9))
     on_host = large._replace(optimizer=0, on_host=large.optimizer)
-    small_one = DeviceMemory(1, 1, 1, 1, int(3.2e6), None)
     for memory, there, absent in (
         (large, ("GB", "13.50", "14.00", "20.00", "65.00", "limit", "80.00"), "host"),
         (on_host, ("host", "14.00"), "MB"),
-        (small_one, ("MB", "3.20"), "limit"),
+        (DeviceMemory(1, 1, 1, 1, int(3.2e6), None), ("MB", "3.20"), "limit"),
     ):
-        text = printed(memory)
+        console = Console(width=60, file=io.StringIO())
+        console.print(accounting.table(memory))
+        text = console.file.getvalue()
         assert [words for words in there if words in text] == list(there)
         assert absent not in text
 
 
-def test_advice_fits_the_products_and_the_gradients():
-    def remedies(**changes):
-        return advice(small(**changes), batch_parts=2)
-
-    assert "--model.precision.attention_block 16" in remedies(model={"precision": "coat_int8"})
-    lean = dataclasses.replace(coat.COAT_LEAN, int8_forward=True)
-    assert "precision" not in remedies(model={"precision": lean})
-    released = remedies(model={"scan": False}, optimizer={"release_gradients": True})
-    assert "accumulation" not in released  # which needs one microbatch
-    assert "--global_batch_size under 16" in released
+LEAN = {"precision": "coat_lean", "remat": "layer_fp8", "param_dtype": "bfloat16"}
+LEAN_INT8 = dataclasses.replace(coat.COAT_LEAN, int8_forward=True)
+MORE_DEVICES = "more devices along --mesh.fsdp"
 
 
-def test_advice_names_what_can_still_be_lowered():
-    wasteful = advice(small(optimizer={"name": "adamw"}), batch_parts=2)
-    for remedy in (
-        "--optimizer.name fp8_adamw",
-        "--param_dtype bfloat16",
-        "--precision coat_lean",
-        "--gradient_accumulation_steps 2",
-        "--global_batch_size under 16",
-        "--remat layer_fp8",
-        "more devices along --mesh.fsdp",
-    ):
-        assert remedy in wasteful
-    lean = small(
-        model={"precision": "coat_lean", "remat": "layer_fp8", "param_dtype": "bfloat16"},
-        gradient_accumulation_steps=8,
-    )
-    last = "more devices along --mesh.fsdp."
-    assert advice(lean, batch_parts=2) == f"What helps: --optimizer.offload true; {last}"
-    offloaded = dataclasses.replace(lean.optimizer, offload=True)
-    lean = dataclasses.replace(lean, optimizer=offloaded)
-    assert advice(lean, batch_parts=2) == f"What helps: {last}"
+@pytest.mark.parametrize(
+    ("changes", "remedies"),
+    [
+        (
+            {"optimizer": {"name": "adamw"}},
+            "--optimizer.name fp8_adamw; --param_dtype bfloat16; --precision coat_lean; "
+            "--gradient_accumulation_steps 2; a --global_batch_size under 16; --remat layer_fp8; "
+            "--optimizer.offload true",
+        ),
+        ({"model": LEAN, "gradient_accumulation_steps": 8}, "--optimizer.offload true"),
+        (
+            {"model": LEAN, "gradient_accumulation_steps": 8, "optimizer": {"offload": True}},
+            None,
+        ),
+        # Products in INT8 stay so.
+        (
+            {"model": LEAN | {"precision": "coat_int8"}, "gradient_accumulation_steps": 8},
+            "--model.precision.attention_block 16; --optimizer.offload true",
+        ),
+        (
+            {"model": LEAN | {"precision": LEAN_INT8}, "gradient_accumulation_steps": 8},
+            "--optimizer.offload true",
+        ),
+        # Released gradients need one microbatch.
+        (
+            {"model": LEAN | {"scan": False}, "optimizer": {"release_gradients": True}},
+            "a --global_batch_size under 16; --optimizer.offload true",
+        ),
+    ],
+)
+def test_advice_names_what_can_still_be_lowered(changes, remedies):
+    wanted = "; ".join(filter(None, [remedies, MORE_DEVICES]))
+    assert advice(small(**changes), batch_parts=2) == f"What helps: {wanted}."
 
 
 def test_exhausted_memory_is_explained():

@@ -1,8 +1,10 @@
 """A picture of runs shows what they recorded, whatever that is."""
 
 import errno
+import json
 import math
 import os
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,10 +13,13 @@ from matplotlib.image import imread
 from run_cases import write_run
 
 from coat_jax import writing
+from coat_jax.cli.plot import STATISTICS
 from coat_jax.errors import UserError
+from coat_jax.numerics.statistics import Statistics
+from coat_jax.telemetry import MomentStatistics
 from coat_jax.training.report import plot
 from coat_jax.training.report.chart import LINES, PALE
-from coat_jax.training.report.plot import draw, looks_of
+from coat_jax.training.report.plot import draw
 
 
 @pytest.fixture
@@ -34,21 +39,14 @@ def figure(monkeypatch):
     return lambda: kept[-1]
 
 
-def legend_of(figure):
-    return [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-
-
-def test_there_is_a_picture(tmp_path, two):
-    draw(two, tmp_path / "plot.PNG")
-    height, width, _ = imread(tmp_path / "plot.PNG").shape
-    assert width > height > 500
-
-
 def test_the_legend_says_how_runs_end(tmp_path, two, figure):
-    draw(two, tmp_path / "plot.png", smooth=1, names=["BF16", "COAT"])
-    assert legend_of(figure()) == [
+    diverged = write_run(tmp_path / "a", [3.0, 2.0, None])
+    draw([*two, diverged], tmp_path / "plot.png", smooth=1, names=["BF16", "COAT", "a"])
+    legend = figure().axes[0].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == [
         "BF16, ends at 0.4743, held out 0.5",
         "COAT, ends at 0.4843, held out 0.51",
+        "a, ends without a finite loss",
     ]
 
 
@@ -58,14 +56,9 @@ def test_the_mean_is_of_a_fiftieth_of_the_shortest_run(tmp_path, figure):
     assert figure().axes[0].get_title(loc="left") == "Training loss, mean of 20 records"
 
 
-def test_a_run_that_diverged_says_so(tmp_path, figure):
-    draw([write_run(tmp_path / "a", [3.0, 2.0, None])], tmp_path / "plot.png")
-    assert legend_of(figure()) == ["a, ends without a finite loss"]
-
-
 @pytest.mark.parametrize(
     ("over", "label", "last"),
-    [("steps", "step", 40), ("tokens", "tokens", 2560), ("time", "seconds", 20)],
+    [("steps", "step", 40), ("tokens", "million tokens", 0.00256), ("time", "hours", 20 / 3600)],
 )
 def test_the_axis_is_what_was_asked_for(tmp_path, two, figure, over, label, last):
     """An evaluation says its step only: it stands where the record before it does."""
@@ -76,30 +69,13 @@ def test_the_axis_is_what_was_asked_for(tmp_path, two, figure, over, label, last
     assert (axes[0].lines[1].get_xdata(), axes[0].lines[1].get_ydata()) == ([last], [0.5])
 
 
-@pytest.mark.parametrize(
-    ("over", "longest", "unit"), [("time", 7200, "hours"), ("tokens", 3e9, "billion tokens")]
-)
-def test_units_fit_the_longest_run(tmp_path, figure, over, longest, unit):
-    """A run of two records, of which the second has the number."""
-    run = write_run(tmp_path / "a", [3.0, 2.0])
-    log = run / "metrics.jsonl"
-    log.write_text(log.read_text().replace('1.0, "loss": 2', f'{longest}, "loss": 2'))
-    log.write_text(log.read_text().replace("128", str(longest)))
-    draw([run], tmp_path / "plot.png", over=over)
-    assert figure().axes[-1].get_xlabel() == unit
-
-
-def test_the_first_losses_are_inside_and_steps_are_whole(tmp_path, figure):
-    losses = 2 + 4 * 0.97 ** np.arange(12)
-    draw([write_run(tmp_path / "a", losses.tolist())], tmp_path / "plot.png")
-    for axes in figure().axes:
-        assert axes.get_ylim()[1] > max(axes.lines[0].get_ydata())
-        assert all(tick == round(tick) for tick in axes.get_xticks())
-
-
-def test_a_spike_does_not_flatten_the_rest(tmp_path, figure):
-    draw([write_run(tmp_path / "a", [*[3.0, 2.0] * 50, 1e6])], tmp_path / "plot.png", smooth=1)
-    assert figure().axes[0].get_ylim()[1] < 10
+def test_the_first_losses_are_inside_steps_are_whole_and_a_spike_does_not_flatten_the_rest(
+    tmp_path, figure
+):
+    losses = [*(2 + 4 * 0.97 ** np.arange(12)), *[3.0, 2.0] * 50, 1e6]
+    draw([write_run(tmp_path / "a", losses)], tmp_path / "plot.png", smooth=1)
+    assert 6 < figure().axes[0].get_ylim()[1] < 20
+    assert all(tick == round(tick) for tick in figure().axes[-1].get_xticks())
 
 
 def test_each_metric_that_runs_have_is_drawn_under_its_name(tmp_path, figure):
@@ -117,12 +93,28 @@ def test_each_metric_that_runs_have_is_drawn_under_its_name(tmp_path, figure):
     assert len(figure().axes) == 3
 
 
-def test_no_two_runs_look_alike():
-    assert looks_of(1)[0][0] == LINES[0]
-    looks = looks_of(25)
-    assert looks[0][0] == PALE
+def test_no_two_runs_look_alike(tmp_path, figure):
+    paths = [write_run(tmp_path / str(i), [2.0, 1.0], held_out=1.0) for i in range(25)]
+    draw(paths, tmp_path / "plot.png")
+    lines = figure().axes[0].lines
+    looks = [(line.get_color(), line.get_linestyle()) for line in lines[::2]]
+    assert looks[:2] == [(PALE, "-"), (LINES[0], "-")]
     assert len(set(looks)) == 25
-    assert len(looks_of(100)) == 100
+    assert [line.get_color() for line in lines[1::2]] == [color for color, _ in looks]
+    draw(paths[:1], tmp_path / "plot.png")
+    assert figure().axes[0].lines[0].get_color() == LINES[0]
+
+
+def test_a_held_out_statistic_is_in_the_panel_of_its_counterpart(tmp_path, figure):
+    """Also where training does not record it."""
+    run = write_run(tmp_path / "a", [2.0, 1.0], own=["accuracy", "held_out_accuracy", "held_out_x"])
+    draw([run], tmp_path / "plot.png", smooth=1)
+    panels = {axes.get_title(loc="left"): axes for axes in figure().axes[3:]}
+    assert list(panels) == ["accuracy", "x"]
+    for name, (line, points) in {name: axes.lines for name, axes in panels.items()}.items():
+        assert (line.get_marker(), points.get_marker()) == ("None", "o")
+        assert list(points.get_ydata()) == [1, 2]
+        assert list(line.get_ydata()) == ([1, 2] if name == "accuracy" else [])
 
 
 @pytest.mark.parametrize("names", [["$x_1$", "_run"], [r"$\frac{", "\x1b[2J"]])
@@ -136,29 +128,21 @@ def test_names_are_shown_as_they_are(names, tmp_path, two, figure):
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("plot.png", {"smooth": 0}, "smooth=0 records"),
-        ("plot.png", {"names": ["x"]}, "1 name for 2 runs"),
-        ("plot.pdf", {}, r"plot\.pdf does not end in \.png"),
-    ],
+    ("options", "message"),
+    [({"smooth": 0}, "smooth=0 records"), ({"names": ["x"]}, "1 name for 2 runs")],
 )
-def test_bad_arguments_are_refused_before_anything_is_written(
-    tmp_path, two, name, options, message
-):
+def test_bad_arguments_are_refused_before_anything_is_written(tmp_path, two, options, message):
     with pytest.raises(UserError, match=message):
-        draw(two, tmp_path / name, **options)
+        draw(two, tmp_path / "plot.png", **options)
     assert not list(tmp_path.glob("plot.*"))
 
 
 def test_on_a_full_disk_the_earlier_picture_stays(two, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     out = tmp_path / "plot.png"
     draw(two, out)
     before = out.read_bytes()
-    monkeypatch.setattr(writing, "write_durably", full)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(writing, "write_durably", mock.Mock(side_effect=full))
     with pytest.raises(writing.DiskFull, match=f"plot.png does not fit in {tmp_path}"):
         draw(two[:1], out)
     assert out.read_bytes() == before
@@ -172,13 +156,62 @@ def test_on_a_full_disk_the_earlier_picture_stays(two, tmp_path, monkeypatch):
 def test_there_is_a_picture_whatever_the_losses_are(tmp_path, losses, held_out):
     """Up to the largest in FP32."""
     run = write_run(tmp_path / "run", losses, held_out=held_out, own=["own"])
-    draw([run], tmp_path / "plot.png", smooth=1, over="time")
+    draw([run], tmp_path / "plot.PNG", smooth=1, over="time")
+    height, width, _ = imread(tmp_path / "plot.PNG").shape
+    assert width > height > 500
+
+
+# --- A heat map of telemetry -----------------------------------------------------------------
+
+
+@pytest.fixture
+def watched(tmp_path):
+    """A number is 10 times its layer plus its tensor's number, times the record's number."""
+    folder = write_run(tmp_path / "$run_1", [3.0] * 20)
+    with (folder / "metrics.jsonl").open("a") as file:
+        for i, step in enumerate((10, 20), start=1):
+            record = {"step": step, "fp8/norm/saved/error": 0.5 * i, "fp8/embed/mu/k": 2.0}
+            for layer in range(3):
+                for place, tensor in enumerate(("attention/input", "mlp/gate/gradient")):
+                    name = f"fp8/layers/{layer}/{tensor}"
+                    record[f"{name}/error"] = i * (10 * layer + place)
+                    record[f"{name}/underflow"] = 0.0
+            record["fp8/layers/0/mlp/gate/gradient/headroom"] = None
+            file.write(json.dumps(record) + "\n")
+        file.write(json.dumps({"step": 30, "fp8/layers/1/mlp/input/error": 0.25}) + "\n")
+    return folder
+
+
+def test_a_heat_map_has_each_number_in_its_place(tmp_path, watched, figure):
+    """A tensor that a record lacks leaves a gap."""
+    draw([watched], tmp_path / "plot.png", statistic="error")
+    *_, axes, scale = figure().axes
+    rows = {
+        "norm/saved": [0.5, 1.0, math.nan],
+        "attention/input, layer 2": [20, 40, math.nan],
+        "mlp/gate/gradient, layer 2": [21, 42, math.nan],
+        "mlp/input, layer 1": [math.nan, math.nan, 0.25],
+    }
+    assert [label.get_text() for label in axes.get_yticklabels()] == list(rows)
+    (drawn,) = axes.collections
+    np.testing.assert_array_equal(drawn.get_array().filled(math.nan), list(rows.values()))
+    assert drawn.get_coordinates()[0, :, 0].tolist() == [0, 10, 20, 30]
+    assert scale.get_xlim() == (0, 42)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("statistic", ["underflow", "headroom", "k"])
+def test_there_is_a_heat_map_whatever_the_numbers_are(tmp_path, watched, statistic):
+    """All zero, nothing finite, no tensor in a layer."""
+    draw([watched], tmp_path / "plot.png", statistic=statistic)
     assert imread(tmp_path / "plot.png").size
 
 
-# --- What is read ----------------------------------------------------------------------------
+def test_every_statistic_of_telemetry_can_be_drawn():
+    assert {*Statistics._fields, *MomentStatistics._fields} == set(STATISTICS)
 
-NAN = math.nan
+
+# --- What is read ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -187,13 +220,17 @@ NAN = math.nan
         ([4.0, 2.0, 3.0, 1.0], 2, [4.0, 3.0, 2.5, 2.0]),
         ([4.0, 2.0, 3.0, 1.0], 9, [4.0, 3.0, 3.0, 2.5]),
         ([4.0, 2.0, 3.0, 1.0], 1, [4.0, 2.0, 3.0, 1.0]),
-        ([NAN, 2.0, NAN, NAN, NAN], 2, [NAN, 2.0, 2.0, NAN, NAN]),
+        (
+            [math.nan, 2.0, math.nan, math.nan, math.nan],
+            2,
+            [math.nan, 2.0, 2.0, math.nan, math.nan],
+        ),
         ([3.0, 1e300, 3.0, 3.0, 3.0], 2, [3.0, 5e299, 5e299, 3.0, 3.0]),
     ],
 )
 def test_smoothing_is_the_mean_of_the_last_finite_values(y, window, mean):
     """A huge value changes only the means that contain it."""
-    np.testing.assert_allclose(plot.smoothed(np.array(y), window), mean)
+    np.testing.assert_allclose(plot.moving_mean(np.array(y), window), mean)
 
 
 def test_runs_have_their_folders_names_and_paths_where_these_are_alike(tmp_path):
@@ -220,9 +257,3 @@ def test_empty_and_damaged_files_are_named(tmp_path, content, message):
     (tmp_path / "metrics.jsonl").write_text(content)
     with pytest.raises(UserError, match=message):
         plot.load([tmp_path])
-
-
-def test_an_axis_that_a_run_lacks_is_named(tmp_path):
-    run = write_run(tmp_path / "a", [1.0], without=("tokens",))
-    with pytest.raises(UserError, match="no losses over tokens: train the run, or plot it over st"):
-        plot.load([run], over="tokens")

@@ -84,23 +84,21 @@ def test_a_log_has_some_twenty_lines_or_a_line_a_minute(clock):
     assert len(text.splitlines()) == 17  # 1000 seconds
 
 
-def test_the_time_left_does_not_count_compiling(clock):
+@pytest.mark.parametrize(
+    ("steps", "done", "taken", "seconds", "left"),
+    [
+        # The first step does not count: it waits for the compiler.
+        (101, 0, (1, 21, 101), 20, [None, "0:01:20", None]),
+        (100, 80, (81, 91), 10, [None, "0:00:09"]),  # resumed
+        (30, 0, (1, 2), 100, [None, "0:46:40"]),
+    ],
+)
+def test_the_time_left_is_that_of_the_last_steps(clock, steps, done, taken, seconds, left):
     clock.now += 500  # compiles
-    text = show(101, [{"step": step} for step in (1, 21, 101)], clock=clock, seconds=20)
-    first, second, last = text.splitlines()
-    assert "left" not in first
-    assert "0:01:20 left" in second
-    assert "left" not in last
-
-
-def test_a_resumed_run_counts_its_own_steps(clock):
-    text = show(100, [{"step": 81}, {"step": 91}], clock=clock, seconds=10, done=80)
-    assert "0:00:09 left" in text.splitlines()[-1]
-
-
-def test_slow_steps_have_a_time_left(clock):
-    text = show(30, [{"step": 1}, {"step": 2}], clock=clock, seconds=100)
-    assert "0:46:40 left" in text.splitlines()[-1]
+    records = [{"step": step} for step in taken]
+    text = show(steps, records, clock=clock, seconds=seconds, done=done)
+    found = [re.search(r"(\S+) left", line) for line in text.splitlines()]
+    assert [match and match[1] for match in found] == left
 
 
 def test_the_loss_is_smoothed_and_what_is_not_finite_left_out():

@@ -1,7 +1,9 @@
 """Records tell of every step once, a step late, and do not wait for the device."""
 
+import contextlib
 import dataclasses
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,25 +15,18 @@ from train_cases import small
 from coat_jax.training.cluster.mesh import make_mesh
 from coat_jax.training.config import MeshConfig
 from coat_jax.training.report import recorder as recorders
+from coat_jax.training.report import speed
 from coat_jax.training.report.recorder import Diverged, Recorder
 from coat_jax.training.step import Report
 
 
-class Kept:
-    """Stands in for metrics and progress."""
-
-    def __init__(self):
-        self.records, self.notes = [], []
-        self.write = self.records.append
-        self.note = self.notes.append
-
-    def update(self, record):
-        pass
-
-
 @pytest.fixture
 def kept():
-    return Kept()
+    """Stands in for metrics and progress."""
+    records, notes = [], []
+    return types.SimpleNamespace(
+        records=records, write=records.append, notes=notes, note=notes.append, update=id
+    )
 
 
 @pytest.fixture
@@ -122,12 +117,29 @@ def test_the_first_of_several_skipped_steps_is_reported(kept):
     assert len(kept.notes) == 2
 
 
-def test_too_many_skipped_steps_in_a_row_end_the_run(kept):
-    records = recorder(kept, max_skipped_steps=3, total_steps=100)
-    take(records, (0, 1, 2, 2, 3, 4))
-    with pytest.raises(Diverged, match="last 3 steps, up to step 7, changed nothing"):
-        take(records, [5], first=7)
-    assert kept.records[-1]["step"] == 7
+# Every fourth step has a record, of the steps since the last one.
+SPARSE = {"max_skipped_steps": 8, "log_every": 4, "total_steps": 100}
+
+
+@pytest.mark.parametrize(
+    ("changes", "skipped", "in_row"),
+    [
+        ({"max_skipped_steps": 3, "total_steps": 100}, (0, 1, 2, 2, 3, 4, 5), 3),
+        (SPARSE, (0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9), 8),
+        (SPARSE, (0, 1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 9), None),  # of each four one was taken
+        ({"max_skipped_steps": 3, "step": 50, "skipped": 2, "total_steps": 100}, (3, 4, 5), 3),
+        ({"total_steps": 4}, (1, 2, 3, 4), 4),  # nothing was learned
+        ({"total_steps": 4}, (0, 1, 2, 3), None),
+    ],
+)
+def test_too_many_skipped_steps_in_a_row_end_the_run(kept, changes, skipped, in_row):
+    records, first = recorder(kept, **changes), 1 + changes.get("step", 0)
+    last = first + len(skipped) - 1
+    take(records, skipped[:-1], first)
+    message = f"last {in_row} steps, up to step {last}, changed nothing"
+    with pytest.raises(Diverged, match=message) if in_row else contextlib.nullcontext():
+        take(records, skipped[-1:], last)
+    assert kept.records[-1]["step"] == last
     assert Diverged.exit_code == 4
 
 
@@ -152,25 +164,6 @@ def test_a_transformation_with_its_own_learning_rate_has_none_in_records(kept):
     assert made.keys() - ready.keys() == {"learning_rate"}
 
 
-def test_a_row_counts_the_steps_between_records(kept):
-    records = recorder(kept, max_skipped_steps=8, log_every=4, total_steps=100)
-    take(records, (0, 0, 0, 1, 2, 3, 4, 5))
-    with pytest.raises(Diverged, match="last 8 steps, up to step 12"):
-        take(records, (6, 7, 8, 9), first=9)
-    sparse = recorder(kept, max_skipped_steps=8, log_every=4, total_steps=100)
-    take(sparse, (0, 1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 9))  # a step of each four was taken
-
-
-def test_a_resumed_run_counts_its_own_row_and_one_that_learned_nothing_has_failed(kept):
-    records = recorder(kept, step=50, skipped=2, max_skipped_steps=3, total_steps=100)
-    take(records, (3, 4), first=51)
-    with pytest.raises(Diverged):
-        take(records, [5], first=53)
-    with pytest.raises(Diverged):
-        take(recorder(kept, total_steps=4), (1, 2, 3, 4))
-    take(recorder(kept, total_steps=4), (0, 1, 2, 3))
-
-
 @pytest.mark.parametrize(("loss", "perplexity"), [(2.0, np.exp(2.0)), (1e4, np.inf)])
 def test_a_held_out_loss_has_its_perplexity(kept, loss, perplexity):
     recorder(kept).take_held_out(7, loss, {"accuracy": 0.5})
@@ -180,7 +173,7 @@ def test_a_held_out_loss_has_its_perplexity(kept, loss, perplexity):
 
 
 def test_a_step_in_bf16_is_measured_against_the_peak_of_16_bits(kept, clock, monkeypatch):
-    monkeypatch.setattr(recorders.speed, "PEAKS", {"": (1e12, 4e12)})
+    monkeypatch.setattr(speed, "PEAKS", {"": (1e12, 4e12)})
     records = recorder(kept, model={"precision": "coat"}, bf16_steps=1, total_steps=4)
     for step in (1, 2):
         records.take(step, report())
