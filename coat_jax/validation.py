@@ -77,15 +77,10 @@ Seed = Annotated[int, Between(least=0, most=2**32 - 1)]  # JAX truncates larger 
 Share = Annotated[float, Between(least=0, most=1)]
 
 
-# --- Checking --------------------------------------------------------------------------------
-
-
 def require_fields(config: Any, prefix: str = "") -> None:
     """Raises UserError unless each field of a dataclass has a value that its annotation allows.
 
-    Args:
-        config: the dataclass, frozen or not.
-        prefix: precedes the names of fields in errors, as in "optimizer.".
+    The names of fields in errors follow `prefix`, as in "optimizer.b1".
     """
     allowed = annotations(type(config))
     for field in dataclasses.fields(config):
@@ -96,15 +91,10 @@ def require_fields(config: Any, prefix: str = "") -> None:
 
 
 def require(name: str, value: Any, annotation: Any, default: Any = None) -> Any:
-    """Returns a value, with NumPy's numbers as Python's; raises UserError if it is not allowed.
+    """Returns a value that an annotation allows; raises UserError for others, by their name.
 
-    Equal configs are then serialized identically.
-
-    Args:
-        name: the name of the value in the error.
-        value: the value.
-        annotation: a type, which may have a `Between`.
-        default: the default value, which the error mentions if it is a number.
+    NumPy's numbers become Python's, so that equal configs are serialized identically. The error
+    mentions the default if it is a number.
     """
     if isinstance(value, np.bool_ | np.integer | np.floating):
         value = value.item()
@@ -149,8 +139,6 @@ def _fits(value: Any, annotation: Any) -> bool:
     return fits
 
 
-# --- In words --------------------------------------------------------------------------------
-
 NAMES: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
@@ -185,24 +173,12 @@ def shown(value: Any) -> str:
         return f"{value.dtype}{list(value.shape)}"
     if isinstance(value, type):
         return value.__name__
-    try:
-        text = repr(value)
-    except ValueError:  # Python does not print whole numbers of more than 4300 digits
-        text = "a number of thousands of digits"
+    text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
-# --- From JSON -------------------------------------------------------------------------------
-
-
 def from_json(kind: type[ConfigType], data: Any, where: str) -> ConfigType:
-    """Builds a config from JSON, which must have every field.
-
-    Args:
-        kind: the dataclass of the config.
-        data: the JSON object.
-        where: the name of its source in errors.
-    """
+    """Builds a config from JSON, which must have every field and is called `where` in errors."""
     if not isinstance(data, Mapping):
         raise UserError(f"{where} must be a JSON object, not {shown(data)}.")
     allowed = annotations(kind)

@@ -20,14 +20,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-
 from coat_jax import precision
 from coat_jax.errors import UserError
 from coat_jax.files import MissingFile, expand_user, require_regular
 from coat_jax.numerics.minifloat import Minifloat
 from coat_jax.training.config import TrainConfig
-from coat_jax.training.config.optimizer import function_name, is_optimizer
+from coat_jax.training.config.optimizer import is_optimizer
 from coat_jax.training.fields import default_of, fields, nearest_field, show
 from coat_jax.validation import shown
 
@@ -116,25 +114,22 @@ def source(config: TrainConfig) -> str:
 
 def _expression(value: Any, modules: dict[str, set[str]], indent: str) -> str:
     """The Python expression for a value; adds the classes that it needs to `modules`."""
-    if isinstance(value, precision.Precision) and show(value) in precision.PRESETS:
-        return repr(show(value))
-    if is_optimizer(value):
-        return f"..., # {function_name(value)}"
-    if isinstance(value, Mapping):
-        return f"..., # {show(value)}"
-    if isinstance(value, Minifloat):
-        return repr(value.name)
-    if not dataclasses.is_dataclass(value):
+    text = show(value)
+    if is_optimizer(value) or isinstance(value, Mapping):
+        return f"..., # {text}"
+    if isinstance(value, precision.Precision) and text in precision.PRESETS:
+        return repr(text)
+    if not dataclasses.is_dataclass(value) or isinstance(value, Minifloat):
         plain = value is None or isinstance(value, str | int | float | tuple)
-        return repr(value) if plain else repr(jnp.dtype(value).name)
-    kind = type(value)
+        return repr(value if plain else text)
+    kind, inner = type(value), indent + " " * 4
     modules.setdefault(_package_of(kind), set()).add(kind.__name__)
-    given = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    changed = {
-        f.name: given[f.name] for f in dataclasses.fields(value) if given[f.name] != default_of(f)
-    }
-    inner = indent + " " * 4
-    lines = [f"{inner}{name}={_expression(v, modules, inner)}," for name, v in changed.items()]
+    given = {field: getattr(value, field.name) for field in dataclasses.fields(value)}
+    lines = [
+        f"{inner}{field.name}={_expression(own, modules, inner)},"
+        for field, own in given.items()
+        if own != default_of(field)
+    ]
     return "\n".join([f"{kind.__name__}(", *lines, f"{indent})"]) if lines else f"{kind.__name__}()"
 
 

@@ -8,7 +8,7 @@ import difflib
 import inspect
 import re
 import typing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -78,23 +78,27 @@ class Field(NamedTuple):
 
 def fields(config: TrainConfig | None = None) -> list[Field]:
     """All fields, each nested config before its own fields; with values if `config` is given."""
-    return list(_walk(TrainConfig, config, ""))
+    return _fields_of(TrainConfig, config, "")
 
 
-def _walk(kind: Any, config: Any, prefix: str) -> Iterator[Field]:
+def _fields_of(kind: Any, config: Any, prefix: str) -> list[Field]:
     hints, sentences = typing.get_type_hints(kind), _sentences(kind)
-    for field in dataclasses.fields(kind):
-        name = prefix + field.name
+    own: list[Field] = []
+    groups: list[Field] = []
+    for one in dataclasses.fields(kind):
+        name = prefix + one.name
         if name in SET_BY_MESH:
             continue
-        annotation = USUAL.get(name, hints[field.name])
-        value = default_of(field) if config is None else getattr(config, field.name)
+        value = default_of(one) if config is None else getattr(config, one.name)
+        annotation = USUAL.get(name, hints[one.name])
         group = dataclasses.is_dataclass(annotation)
-        yield Field(name, annotation, sentences.get(field.name, ""), group, value)
+        listed = groups if group else own
+        listed.append(Field(name, annotation, sentences.get(one.name, ""), group, value))
         if dataclasses.is_dataclass(value) and not isinstance(value, Minifloat):
-            yield from _walk(type(value), value, f"{name}.")
+            listed += _fields_of(type(value), value, f"{name}.")
         elif group:
-            yield from _walk(annotation, None, f"{name}.")
+            listed += _fields_of(annotation, None, f"{name}.")
+    return own + groups
 
 
 def default_of(field: Any) -> Any:

@@ -143,7 +143,7 @@ def test_values_of_the_format_are_right_to_all_bits():
         (["{model}", "--tokens", "9"], "--tokens is for --text FILE: add that, or leave it out."),
         (["{model}", "--step", "3"], "There is no step 3 in"),
         (["{model}", "--text", "{empty}"], "empty.txt has 0 tokens: give 2 or more."),
-        (["{model}", "--text", "{empty}", "--tokens", "1"], "--tokens 1 must be 2 or more"),
+        (["{model}", "--text", "{empty}", "--tokens", "0"], "--tokens: 0 must be 1 or more"),
         (
             ["{model}", "--text", "{empty}", "--formats", "INT8:asymmetric"],
             "symmetric integers up to INT11, not INT8:asymmetric.",
