@@ -1,6 +1,6 @@
 """Check this machine: would training work here, and with which kernels?
 
-  coat doctor           versions, devices, kernels, memory, the compilation cache
+  coat doctor           versions, devices and their memory, kernels, the compilation cache
   coat doctor --json    the same for programs
 
 exit codes:
@@ -15,9 +15,7 @@ import importlib.util
 import json
 import platform
 import re
-import shutil
 import textwrap
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -81,7 +79,7 @@ def examine() -> tuple[dict[str, Any], list[Problem]]:
     if (why := why_no_device()) is not None:
         fix = install if driver else f"Install NVIDIA's driver. {unset if asked else ''}".strip()
         return findings, [*problems, Problem(f"JAX finds no device: {why}", fix, fatal=True)]
-    findings["devices"] = found = _devices()
+    findings["devices"] = found = [_device(device) for device in jax.local_devices()]
     if driver is not None and all(one["platform"] != "gpu" for one in found):
         what = f"JAX sees only the CPU, though there is an NVIDIA driver ({driver})."
         elsewhere = asked and not {"cuda", "gpu"} & set(asked.split(","))
@@ -130,63 +128,41 @@ def kernels(driver: str | None) -> tuple[dict[str, str], list[Problem]]:
     if capability is None:
         return {"runs": "xla", "because": "there is no GPU; kernels in Triton run on GPUs"}, []
     why = f"the GPU has {dispatch.described(capability)}"
-    if not dispatch.multiplies_fp8():
+    if dispatch.multiplies_fp8() and dispatch.triton_installed():
+        return {"runs": "triton", "because": why}, []
+    if dispatch.multiplies_fp8():
+        missing = [name for name in TRITON if not importlib.util.find_spec(name.replace("-", "_"))]
+        why = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
+        fix = f"pip install 'coat_jax[{_extra(driver)}]'"
+        problem = Problem(f"XLA replaces Triton: {why}.", fix)
+    else:
         why += "; FP8 needs 8.9 (Ada) or newer"
         fix = "Train with --precision bf16, or on an Ada, Hopper or Blackwell GPU."
-        return {"runs": "xla", "because": why}, [
-            Problem(f"FP8 layers do not run: {why}.", fix, True)
-        ]
-    if dispatch.triton_installed():
-        return {"runs": "triton", "because": why}, []
-    missing = [name for name in TRITON if not importlib.util.find_spec(name.replace("-", "_"))]
-    why = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
-    fix = f"pip install 'coat_jax[{_extra(driver)}]'"
-    return {"runs": "xla", "because": why}, [Problem(f"XLA replaces Triton: {why}.", fix)]
+        problem = Problem(f"FP8 layers do not run: {why}.", fix, fatal=True)
+    return {"runs": "xla", "because": why}, [problem]
 
 
-def cache() -> tuple[dict[str, Any], list[Problem]]:
-    """JAX's compilation cache: where it is, how much it holds, and how much room there is."""
+def cache() -> tuple[dict[str, str], list[Problem]]:
+    """JAX's compilation cache: where it is, and why it cannot be used."""
     named = jax.config.values["jax_compilation_cache_dir"]
     folder = named or str(expand_user(compilation_cache.FOLDER))
-    if problem := compilation_cache.why_unusable(folder):
-        fix = "Choose another folder: coat train NAME --cache FOLDER"
-        if named:
-            fix = "Set JAX_COMPILATION_CACHE_DIR to another folder, or unset it."
-        return {"folder": folder}, [Problem(f"{problem} Every start compiles anew.", fix)]
-    found = {"folder": folder}
-    if not compilation_cache.is_url(folder):
-        there = next(path for path in (Path(folder), *Path(folder).parents) if path.is_dir())
-        sizes = [entry.stat().st_size for entry in Path(folder).glob("*-cache")]
-        found |= {"programs": len(sizes), "gigabytes": _gigabytes(sum(sizes))}
-        found["gigabytes_free"] = _gigabytes(shutil.disk_usage(there).free)
-    return found, []
+    fix = "Choose another folder: coat train NAME --cache FOLDER"
+    if named:
+        fix = "Set JAX_COMPILATION_CACHE_DIR to another folder, or unset it."
+    why = compilation_cache.why_unusable(folder)
+    problems = [Problem(f"{why} Every start compiles anew.", fix)] if why else []
+    return {"folder": folder}, problems
 
 
-def _devices() -> list[dict[str, Any]]:
-    found = []
-    for device in jax.local_devices():
-        stats = device.memory_stats() or {}
-        limit, used = stats.get("bytes_limit"), stats.get("bytes_in_use", 0)
-        free = _available_memory() if limit is None else limit - used
-        known = {
-            "platform": device.platform,
-            "kind": device.device_kind,
-            "compute_capability": getattr(device, "compute_capability", None),
-            "gigabytes_free": None if free is None else _gigabytes(free),
-        }
-        found.append({name: value for name, value in known.items() if value is not None})
+def _device(device: jax.Device) -> dict[str, Any]:
+    found: dict[str, Any] = {"platform": device.platform, "kind": device.device_kind}
+    if device.platform == "gpu":
+        found["compute_capability"] = device.compute_capability
+    stats = device.memory_stats() or {}
+    if "bytes_limit" in stats:
+        free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+        found["gigabytes_free"] = round(free / 1e9, 2)
     return found
-
-
-def _gigabytes(size: int) -> float:
-    return round(size / 1e9, 2)
-
-
-def _available_memory() -> int | None:
-    """The memory that a new program can have; None where the system does not report it."""
-    file = Path("/proc/meminfo")
-    found = re.search(r"MemAvailable: +(\d+) kB", file.read_text() if file.exists() else "")
-    return 1024 * int(found[1]) if found else None
 
 
 def _extra(driver: str | None) -> str:

@@ -65,5 +65,4 @@ def why_unusable(folder: str) -> str | None:
     if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
         return None
     lacks = "writable" if there.is_dir() else "a folder"
-    called = "it" if there == path else there
-    return f"The compilation cache {folder} cannot be used: {called} is not {lacks}."
+    return f"The compilation cache {folder} cannot be used: {there} is not {lacks}."
