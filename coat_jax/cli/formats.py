@@ -29,7 +29,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from coat_jax.cli.arguments import STEP, add_count
+from coat_jax.cli.arguments import STEP, add_count, require_effects
 from coat_jax.cli.output import note
 from coat_jax.cli.texts import tokens_of
 from coat_jax.errors import UserError
@@ -42,6 +42,7 @@ from coat_jax.training.checkpoint import weights
 from coat_jax.training.report import best_formats
 
 FORMATS = ("INT8", "E2M5", "E3M4", "E4M3", "E5M2")
+SETTINGS = ("over", "fit", "size", "percentile")  # of a quantizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,12 +68,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measures each format on each tensor, and prints the tables."""
-    scales = {"over": options.over, "fit": options.fit, **_settings(options)}
-    quantizers = _quantizers(options.formats, scales)
+    effects = [
+        ("size", options.over in ("group", "block"), "--over group and --over block"),
+        ("percentile", options.fit == "percentile", "--fit percentile"),
+        ("tokens", options.text is not None, "--text FILE"),
+        ("tokenizer", options.text is not None, "--text FILE"),
+    ]
+    require_effects(options, effects)
+    quantizers = _quantizers(options)
     where = expand_user(options.where)
     weights.require_not_quantized(where, "A comparison of formats")
     config = weights.model_config(where)
-    tokens = _tokens(options, config, quantizers)
+    tokens = _tokens(options, config, quantizers) if options.text else []
     parameters = weights.parameters_of(where, config, step=options.step, note=note)
     found = best_formats.weights(parameters, quantizers, sample=options.sample)
     err = Console(stderr=True)
@@ -83,8 +90,9 @@ def run(options: argparse.Namespace) -> int:
         formats = [quantizer.format for quantizer in quantizers]
         tables["in_training"] = best_formats.in_training(load, config, formats, tokens)
     if options.json:
-        settings = {"sample": options.sample, **scales}
-        listed: dict[str, Any] = {"model": str(options.where), "settings": settings}
+        settings = {name: getattr(quantizers[0], name) for name in SETTINGS}
+        listed: dict[str, Any] = {"model": str(options.where)}
+        listed["settings"] = settings | {"sample": options.sample}
         for name, table_rows in tables.items():
             listed[name] = [{**row._asdict(), "best": row.best} for row in table_rows]
         print(json.dumps(listed, indent=2))
@@ -94,27 +102,11 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Those of a quantizer that have an effect; raises for an option without one."""
-    effects = (
-        ("size", 128, options.over in ("group", "block"), "--over group or --over block"),
-        ("percentile", 99.9, options.fit == "percentile", "--fit percentile"),
-        ("tokens", None, options.text is not None, "--text FILE"),
-        ("tokenizer", None, options.text is not None, "--text FILE"),
-    )
-    settings = {}
-    for name, default, has_effect, needed in effects:
-        value = getattr(options, name)
-        if value is not None and not has_effect:
-            raise UserError(f"--{name} is for {needed}: add that, or leave it out.")
-        if default is not None and has_effect:
-            settings[name] = default if value is None else value
-    return settings
-
-
-def _quantizers(formats: Sequence[str], scales: dict[str, Any]) -> list[Quantizer]:
+def _quantizers(options: argparse.Namespace) -> list[Quantizer]:
+    """One for each format."""
+    given = {name: value for name in SETTINGS if (value := getattr(options, name)) is not None}
     try:
-        found = [Quantizer(format_named(name), **scales) for name in formats]
+        found = [Quantizer(format_named(name), **given) for name in options.formats]
     except ValueError as error:
         raise UserError(str(error)) from None
     for quantizer in found:
@@ -126,14 +118,11 @@ def _quantizers(formats: Sequence[str], scales: dict[str, Any]) -> list[Quantize
 def _tokens(
     options: argparse.Namespace, config: Config, quantizers: Sequence[Quantizer]
 ) -> list[int]:
-    """The tokens of --text; none without it."""
-    if options.text is None:
-        return []
+    """The tokens of --text."""
     for fmt in (quantizer.format for quantizer in quantizers):
         if isinstance(fmt, IntegerFormat) and (not fmt.symmetric or fmt.bits > 11):
             raise UserError(f"--text simulates symmetric integers up to INT11, not {fmt.name}.")
-    where, most = expand_user(options.where), 512 if options.tokens is None else options.tokens
-    most = min(config.context, most)
+    where, most = expand_user(options.where), min(config.context, options.tokens or 512)
     tokens = tokens_of(options.text, where, config, options.tokenizer, most=most)
     if len(tokens) < 2:
         raise UserError(f"{options.text} has {counted(len(tokens), 'token')}: give 2 or more.")

@@ -50,7 +50,8 @@ def asked(capsys, *arguments):
 
 def test_the_numbers_are_the_quantizers(theirs, capsys):
     found = json.loads(asked(capsys, theirs, *FEW, "--json"))
-    assert found["settings"] == {"sample": 1 << 20, "over": "channel", "fit": "max"}
+    settings = {"over": "channel", "fit": "max", "size": 128, "percentile": 99.9}
+    assert found["settings"] == settings | {"sample": 1 << 20}
     rows = {row["tensor"]: row for row in found["weights"]}
     assert len(rows) == MATRICES
     gate, embed = MODEL.layers[0].mlp.gate, MODEL.embed
@@ -132,9 +133,9 @@ def test_values_of_the_format_are_right_to_all_bits():
         ("MODEL --formats UE4M4", "UE4M4 has no sign, and weights have both signs."),
         ("MODEL --over group --size 0", "size"),
         ("MODEL --fit percentile --percentile 9", "percentile=9.0 must be above 50"),
-        ("MODEL --percentile 99", "--percentile is for --fit percentile: add that"),
-        ("MODEL --size 32", "--size is for --over group or --over block: add that"),
-        ("MODEL --tokens 9", "--tokens is for --text FILE: add that, or leave it out."),
+        ("MODEL --percentile 99", "--percentile is for --fit percentile: leave it out"),
+        ("MODEL --size 32", "--size is for --over group and --over block: leave it"),
+        ("MODEL --tokens 9", "--tokens is for --text FILE: leave it out."),
         ("MODEL --step 3", "There is no step 3 in"),
         ("MODEL --text EMPTY", "empty.txt has 0 tokens: give 2 or more."),
         ("MODEL --text EMPTY --tokens 0", "--tokens: 0 must be 1 or more"),
