@@ -1,4 +1,4 @@
-"""What NVIDIA's driver says of the GPUs, asked of nvidia-smi: JAX would start CUDA on them."""
+"""Asks nvidia-smi about the GPUs: JAX would start CUDA on them."""
 
 import subprocess
 

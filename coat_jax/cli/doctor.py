@@ -36,7 +36,7 @@ WRAPPER = textwrap.TextWrapper(96, subsequent_indent=" " * 19, break_on_hyphens=
 
 
 class Problem(NamedTuple):
-    """What is wrong, and what fixes it; a fatal one keeps training from running as it should."""
+    """A fault and what fixes it; a fatal one keeps training from running as it should."""
 
     what: str
     fix: str

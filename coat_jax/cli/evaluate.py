@@ -48,6 +48,7 @@ from coat_jax.printable import counted, printable, table
 from coat_jax.quantization.projections import paths_of
 from coat_jax.training import resume_rules
 from coat_jax.training.data.paths import files_of
+from coat_jax.training.fields import show
 
 AXIS = "fsdp"
 
@@ -186,8 +187,7 @@ def _precision_as_json(model: Llama) -> dict[str, Any]:
     schemes = quantization.schemes_of(model) if quantization.is_quantized(model) else {}
     if not schemes:
         ours = model.config.precision
-        name = next((name for name, preset in PRESETS.items() if preset == ours), None)
-        return {"precision": name or resume_rules.to_json(ours)}
+        return {"precision": show(ours) if ours in PRESETS.values() else resume_rules.to_json(ours)}
     counts = Counter(sorted(schemes.values()))
     layers = [{**scheme._asdict(), "count": count} for scheme, count in counts.items()]
     if left := len(paths_of(model.config)) - len(schemes):

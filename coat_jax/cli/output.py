@@ -1,4 +1,4 @@
-"""What commands print: notes on standard error, and output whose reader may close it early.
+"""The output of commands: notes on standard error, and output whose reader may close it early.
 
 When nobody reads the output any more, as after `coat train ... | head -1`, training continues
 (`ignore_closed_output`): its results are in its folder, and hours of work must not end with a pager

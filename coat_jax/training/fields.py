@@ -76,12 +76,11 @@ class Field(NamedTuple):
     value: Any
 
 
-def fields(config: TrainConfig | None = None) -> list[Field]:
-    """All fields, each nested config before its own fields; with values if `config` is given."""
-    return _fields_of(TrainConfig, config, "")
+def fields(config: Any = None, kind: Any = TrainConfig, prefix: str = "") -> list[Field]:
+    """All fields of a config of this kind, and those of each nested config after it.
 
-
-def _fields_of(kind: Any, config: Any, prefix: str) -> list[Field]:
+    They have values if `config` is given, and `prefix` stands before their names.
+    """
     hints, sentences = typing.get_type_hints(kind), _sentences(kind)
     own: list[Field] = []
     groups: list[Field] = []
@@ -95,9 +94,9 @@ def _fields_of(kind: Any, config: Any, prefix: str) -> list[Field]:
         listed = groups if group else own
         listed.append(Field(name, annotation, sentences.get(one.name, ""), group, value))
         if dataclasses.is_dataclass(value) and not isinstance(value, Minifloat):
-            listed += _fields_of(type(value), value, f"{name}.")
+            listed += fields(value, type(value), f"{name}.")
         elif group:
-            listed += _fields_of(annotation, None, f"{name}.")
+            listed += fields(None, annotation, f"{name}.")
     return own + groups
 
 
@@ -108,7 +107,7 @@ def default_of(field: Any) -> Any:
 
 
 def _sentences(kind: Any) -> dict[str, str]:
-    """What the Attributes sections of a class and of its bases say about each field."""
+    """Sentences about each field, from the Attributes sections of a class and of its bases."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         section = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2]
