@@ -185,9 +185,10 @@ def from_json(kind: type[ConfigType], data: Any, where: str) -> ConfigType:
     fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for problem, names in (("lacks", fields - data.keys()), ("has", data.keys() - fields)):
         if names:
+            listed = ", ".join(shown(name).strip("'") for name in sorted(names)[:3])
             raise UserError(
-                f"{where} {problem} {', '.join(sorted(names)[:5])}: it is damaged, or was written "
-                "by another version of coat_jax."
+                f"{where} {problem} {listed}: it is damaged, or was written by another version of "
+                "coat_jax."
             )
     values = {
         name: _from_json(value, allowed[name], f"{where}.{name}") for name, value in data.items()

@@ -62,13 +62,6 @@ def test_bad_input_is_one_line_and_code_2(train, tmp_path, line, message):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_config_that_ends_the_program_is_named(train, tmp_path):
-    (tmp_path / "leaving.py").write_text("def config():\n    raise SystemExit(3)\n")
-    code, _, err = train("leaving.py")
-    assert code == 2
-    assert err == "coat train: leaving.py:2: SystemExit: 3\n"
-
-
 @pytest.mark.parametrize(("dtype", "named"), [(np.uint16, "300"), (np.float32, "float32")])
 def test_tokens_that_are_none_of_the_vocabulary_are_named(train, tmp_path, dtype, named):
     np.save(tmp_path / "tokens.npy", np.array([1, 2, 300] * 2000, dtype))
@@ -175,12 +168,6 @@ def test_a_config_is_found_by_its_name_in_any_folder(train, tmp_path):
         assert "total_steps=7" in out
     assert train("llama_tyni")[2].count("Did you mean llama_tiny?") == 1
     assert train("configs/llama_tiny.py")[2].count("Did you mean llama_tiny?") == 1
-
-
-def test_a_printed_config_can_be_run(train, tmp_path):
-    _, out, _ = train(TINY, "--total_steps", "7", "--print-config")
-    (tmp_path / "printed.py").write_text(out)
-    assert load_config(str(tmp_path / "printed.py")).total_steps == 7
 
 
 @pytest.mark.parametrize("name", SHIPPED)
