@@ -20,8 +20,9 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
+from coat_jax import __version__
 from coat_jax.cli.output import discard_broken, escape_unencodable
 from coat_jax.errors import UserError
 from coat_jax.printable import printable
@@ -37,6 +38,12 @@ COMMANDS = {
     "formats": "compare small number formats on each tensor of a model",
     "doctor": "check whether training works on this machine, and what to fix",
 }
+USAGE = """usage: coat COMMAND [argument ...]
+
+FP8 training for JAX. `coat COMMAND --help` explains a command, `coat --version` prints the version.
+docs/, examples/ and launch/ are in the repository.
+
+commands:"""
 # Errors about a path that another path, a permission or removing a file fixes.
 FIXABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOENT, errno.ENOTEMPTY}
 FIXABLE |= {errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
@@ -46,10 +53,7 @@ UNKNOWN = "unrecognized arguments: "  # how argparse begins an error
 
 
 class Parser(argparse.ArgumentParser):
-    """Prints texts as they are; raises a UserError, without the usage, for wrong arguments."""
-
-    def __init__(self, **texts: Any):
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **texts)
+    """Raises a UserError, without the usage, for wrong arguments."""
 
     def error(self, message: str) -> NoReturn:
         """Says what is wrong, and what may be meant."""
@@ -102,7 +106,8 @@ def _run_command(name: str, given: list[str]) -> int:
     command = importlib.import_module(f"coat_jax.cli.{name}")
     if not hasattr(command, "add_arguments"):
         return int(command.run(given))
-    parser = Parser(prog=f"coat {name}", description=command.__doc__)
+    style = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog=f"coat {name}", description=command.__doc__, formatter_class=style)
     command.add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help="show a traceback with an error")
     return int(command.run(parser.parse_args(given)))
@@ -110,24 +115,16 @@ def _run_command(name: str, given: list[str]) -> int:
 
 def _explain_commands(given: list[str]) -> int:
     """Prints the help, or the version, or raises for an unknown command."""
-    from coat_jax import __version__
-
-    listed = "\n".join(f"  {name:10} {what}" for name, what in COMMANDS.items())
-    parser = Parser(
-        prog="coat",
-        description="FP8 training for JAX.",
-        epilog=f"commands:\n{listed}\n\n`coat COMMAND --help` explains each. "
-        "docs/, examples/ and launch/ are in the repository.",
-    )
-    parser.add_argument("--version", action="version", version=f"coat_jax {__version__}")
-    parser.add_argument("command", metavar="COMMAND", help="see below")
-    if not given:
-        parser.print_help()
-        return BAD_INPUT
-    wrong = parser.parse_known_args(given)[0].command  # or --help, or --version
-    near = difflib.get_close_matches(wrong, COMMANDS, n=1)
-    hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(COMMANDS)}."
-    raise UserError(f"there is no command {wrong!r}. {hint}")
+    first = given[0] if given else ""
+    if first == "--version":
+        print(f"coat_jax {__version__}")
+    elif first in ("", "--help", "-h"):
+        print(USAGE, *(f"  {name:10} {what}" for name, what in COMMANDS.items()), sep="\n")
+    else:
+        near = difflib.get_close_matches(first, COMMANDS, n=1)
+        hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(COMMANDS)}."
+        raise UserError(f"there is no command {first!r}. {hint}")
+    return 0 if given else BAD_INPUT
 
 
 def _explain(error: Exception) -> tuple[str, int] | None:

@@ -15,7 +15,7 @@ from forks import Fork
 from processes import SECONDS
 from rich.console import Console
 
-from coat_jax import cli
+from coat_jax import __version__, cli
 from coat_jax.cli import generate
 from coat_jax.cli.output import ignore_closed_output
 from coat_jax.errors import UserError
@@ -106,6 +106,15 @@ def test_wrong_arguments_are_explained_in_one_line(arguments, line, capsys):
     assert line in said
     assert said.count("\n") == 1
     assert "\x1b" not in said
+
+
+def test_the_commands_are_listed_without_one(capsys):
+    for arguments, code in (([], 2), (["--help"], 0)):
+        assert cli.main(arguments) == code
+        out = capsys.readouterr().out
+        assert all(f"\n  {name} " in out for name in cli.COMMANDS)
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"coat_jax {__version__}\n"
 
 
 def test_a_platform_on_which_jax_does_not_start_is_named(tmp_path):
