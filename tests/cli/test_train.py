@@ -73,21 +73,19 @@ def test_tokens_that_are_none_of_the_vocabulary_are_named(train, tmp_path, dtype
 # --- How a run ends --------------------------------------------------------------------------
 
 
-def raising(error):
-    def fail(*_):
-        raise error
-
-    return fail
-
-
 def test_a_full_disk_has_a_code_of_its_own(train, monkeypatch):
-    monkeypatch.setattr(loop, "train", raising(writing.DiskFull("It does not fit.")))
+    def full(config, console):
+        raise writing.DiskFull("It does not fit.")
+
+    monkeypatch.setattr(loop, "train", full)
     assert train(TINY) == (3, "", "coat train: It does not fit.\n")
 
 
 def test_exhausted_memory_says_what_to_lower(train, monkeypatch):
-    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-    monkeypatch.setattr(loop, "_train", raising(error))
+    def exhaust(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(loop, "_train", exhaust)
     code, _, err = train(TINY, "--mesh.fsdp", "8")
     assert code == 2
     assert "memory is used up" in err
