@@ -40,7 +40,7 @@ class Between:
     below: float = math.inf
 
     def holds(self, value: float) -> bool:
-        """Whether a finite number is in the range."""
+        """Returns whether a finite number is in the range."""
         return self.least <= value <= self.most and self.above < value < self.below
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class Among:
     choices: tuple[int, ...]
 
     def holds(self, value: float) -> bool:
-        """Whether the number is one of them."""
+        """Returns whether the number is one of them."""
         return value in self.choices
 
     def __str__(self) -> str:
@@ -105,7 +105,7 @@ def require(name: str, value: Any, annotation: Any, default: Any = None) -> Any:
 
 
 def dtype_of(name: str, value: Any) -> np.dtype:
-    """The dtype that a value stands for; raises UserError if it is not a dtype."""
+    """Returns the dtype that a value stands for; raises UserError if it is not a dtype."""
     try:
         return jnp.dtype(value)
     except Exception:  # NumPy parses text as Python, which may raise anything
@@ -113,7 +113,7 @@ def dtype_of(name: str, value: Any) -> np.dtype:
 
 
 def annotations(kind: type[Any]) -> dict[str, Any]:
-    """The annotation of each field, with its range."""
+    """Returns the annotation of each field, with its range."""
     return typing.get_type_hints(kind, include_extras=True)
 
 
@@ -151,7 +151,7 @@ NAMES: dict[Any, str] = {
 
 
 def describe(annotation: Any) -> str:
-    """The values that an annotation allows, in words."""
+    """Describes the values that an annotation allows."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation in NAMES:
         return NAMES[annotation]
@@ -168,7 +168,7 @@ def describe(annotation: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as errors show it: its `repr`, cut if long; for an array, its dtype and shape."""
+    """Returns a value's `repr` for errors, cut if long; of an array, its dtype and shape."""
     if isinstance(value, jax.Array | np.ndarray):
         return f"{value.dtype}{list(value.shape)}"
     if isinstance(value, type):

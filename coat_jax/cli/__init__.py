@@ -128,7 +128,7 @@ def _explain_commands(given: list[str]) -> int:
 
 
 def _explain(error: Exception) -> tuple[str, int] | None:
-    """The line to print for an error, and the exit code; None if it needs a traceback."""
+    """Returns the line to print for an error, and the exit code; None if it needs a traceback."""
     if isinstance(error, UserError):
         return str(error), error.exit_code
     if isinstance(error, OSError) and error.errno in FULL | FIXABLE:

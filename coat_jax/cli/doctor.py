@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def examine() -> tuple[dict[str, Any], list[Problem]]:
-    """The findings on this machine, and what is wrong."""
+    """Returns the findings on this machine, and what is wrong."""
     driver, asked = nvidia_driver(), _platforms()
     findings: dict[str, Any] = {"versions": versions(driver), "tested_on_gpu": TESTED}
     problems = []
@@ -90,7 +90,7 @@ def examine() -> tuple[dict[str, Any], list[Problem]]:
 
 
 def why_no_device() -> str | None:
-    """Why JAX finds no device; None if it finds one.
+    """Returns why JAX finds no device; None if it finds one.
 
     The platforms in JAX_PLATFORMS may be misspelt, or need a plugin that is not installed, or that
     does not start.
@@ -108,7 +108,7 @@ def _platforms() -> str:
 
 
 def versions(driver: str | None) -> dict[str, str]:
-    """The versions of Python, this package, the packages that matter and NVIDIA's driver."""
+    """Returns the versions of Python, coat_jax, the packages that matter and NVIDIA's driver."""
     found = {"python": platform.python_version(), "coat_jax": __version__}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -117,7 +117,7 @@ def versions(driver: str | None) -> dict[str, str]:
 
 
 def nvidia_driver() -> str | None:
-    """The version of NVIDIA's driver; None without one, or if nvidia-smi does not tell it."""
+    """Returns the version of NVIDIA's driver; None if nvidia-smi does not tell it."""
     first = next(iter(nvidia.query_gpus("driver_version")), "")
     return first if re.fullmatch(r"\d+(\.\d+)+", first) else None
 
@@ -166,7 +166,7 @@ def _device(device: jax.Device) -> dict[str, Any]:
 
 
 def _extra(driver: str | None) -> str:
-    """The release of CUDA that a driver supports, as an extra of this package."""
+    """Returns the release of CUDA that a driver supports, as an extra of this package."""
     if driver is None:
         return "gpu"
     return "cuda13" if int(driver.split(".")[0]) >= FIRST_CUDA_13_DRIVER else "cuda12"

@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _text(file: Path, folder: ModelFolder, begin: Sequence[int]) -> tuple[list[int], int]:
-    """The tokens of a text, after one that begins it, and its bytes."""
+    """Returns the tokens of a text, after one that begins it, and its bytes."""
     text = read_text(file)
     tokens = [*begin, *folder.tokenizer.encode_documents([text])[0].tolist()]
     if not text:
@@ -180,7 +180,7 @@ def _accuracies_as_json(file: str, both: evaluation.Accuracies) -> dict[str, Any
 
 
 def _precision_as_json(model: Llama) -> dict[str, Any]:
-    """The name of a preset, or what a precision consists of; of a quantized model its formats.
+    """Returns the name of a preset, or a precision's fields; of a quantized model its formats.
 
     Layers that were left as they are come last.
     """

@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _quantizers(options: argparse.Namespace) -> list[Quantizer]:
-    """One for each format."""
+    """Returns a quantizer for each format."""
     given = {name: value for name in SETTINGS if (value := getattr(options, name)) is not None}
     try:
         found = [Quantizer(format_named(name), **given) for name in options.formats]
@@ -118,7 +118,7 @@ def _quantizers(options: argparse.Namespace) -> list[Quantizer]:
 def _tokens(
     options: argparse.Namespace, config: Config, quantizers: Sequence[Quantizer]
 ) -> list[int]:
-    """The tokens of --text."""
+    """Returns the tokens of --text."""
     for fmt in (quantizer.format for quantizer in quantizers):
         if isinstance(fmt, IntegerFormat) and (not fmt.symmetric or fmt.bits > 11):
             raise UserError(f"--text simulates symmetric integers up to INT11, not {fmt.name}.")
@@ -130,7 +130,7 @@ def _tokens(
 
 
 def _table_of(title: str, rows: Sequence[best_formats.Row]) -> str:
-    """The rows as text, and a line that counts for how many of them each format is best."""
+    """Returns the rows as text, and a line that counts for how many of them each format is best."""
     formats = list(rows[0].bits)
     lines = [[title, *formats, "best"]]
     lines += [[row.tensor, *(f"{row.bits[f]:.2f}" for f in formats), row.best] for row in rows]

@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _lines(file: Path | None) -> Iterator[str]:
-    """The prompts in a file, one on each line that is not blank."""
+    """Returns the prompts in a file, one on each line that is not blank."""
     if file is None:
         return
     text = read_text(expand_user(file))

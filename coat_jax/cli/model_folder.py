@@ -64,7 +64,7 @@ class ModelFolder:
         self.stops = [end for end in ends if end is not None and end < config.vocab]
 
     def load(self) -> Llama:
-        """The model, on the mesh that is set."""
+        """Returns the model, on the mesh that is set."""
         return weights.load(self._where, self.config, step=self._step, note=note)
 
 

@@ -49,7 +49,7 @@ def note(text: str) -> None:
 
 
 def progress_bar(*columns: Any) -> "Progress":
-    """A bar over bytes, after columns of rich; it goes away, and is shown on a terminal only."""
+    """Returns a bar over bytes, after columns of rich; it is drawn on terminals, and removed."""
     from rich import progress
     from rich.console import Console
 
@@ -105,5 +105,5 @@ def _discard_if_it_fails(stream: TextIO) -> Iterator[None]:
 
 
 def on_terminal(stream: TextIO | None) -> bool:
-    """Whether this stream is a terminal; None stands for a stream that is closed."""
+    """Returns whether this stream is a terminal; None stands for a stream that is closed."""
     return stream is not None and stream.isatty()

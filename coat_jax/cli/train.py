@@ -66,7 +66,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _help(name: str, config: TrainConfig | None, *, all_fields: bool) -> str:
-    """The fields that people set first, or all, with a config's values; without one, the manual."""
+    """Explains the fields that people set first, or all; without a config after the manual."""
     known, command = fields(config), f"coat train {name or 'CONFIG'}"
     usage = f"usage: {command} [--field value ...] {OPTIONAL}"
     if all_fields:

@@ -52,12 +52,12 @@ def use_cache(folder: str | None, note: Callable[[str], object] = warnings.warn)
 
 
 def is_url(folder: str) -> bool:
-    """Whether a folder is not in this machine's file system, as gs://bucket/cache."""
+    """Returns whether a folder is not in this machine's file system, as gs://bucket/cache."""
     return "://" in folder
 
 
 def why_unusable(folder: str) -> str | None:
-    """Why a folder, which need not exist yet, cannot be written to; None if it seems writable."""
+    """Returns why a folder, which need not exist yet, cannot be written to, or None."""
     if is_url(folder):
         return None
     path = Path(folder)

@@ -82,7 +82,7 @@ def load_config(source: str) -> TrainConfig:
 
 
 def list_shipped() -> str:
-    """The configs that come with the package, each with the first line of its docstring."""
+    """Lists the configs that come with the package, each with its docstring's first line."""
     lines = []
     for name, path in SHIPPED.items():
         docstring = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "-"
@@ -91,7 +91,7 @@ def list_shipped() -> str:
 
 
 def source(config: TrainConfig) -> str:
-    """The text of a config file that makes this config, without fields that have their defaults."""
+    """Writes a config file that makes this config, without fields that have their defaults."""
     modules: dict[str, set[str]] = {}
     body = _expression(config, modules, " " * 4)
     imports = "".join(
@@ -102,7 +102,7 @@ def source(config: TrainConfig) -> str:
 
 
 def _expression(value: Any, modules: dict[str, set[str]], indent: str) -> str:
-    """The Python expression for a value; adds the classes that it needs to `modules`."""
+    """Returns the Python expression for a value; adds the classes that it needs to `modules`."""
     text = show(value)
     if is_optimizer(value) or isinstance(value, Mapping):
         return f"..., # {text}"

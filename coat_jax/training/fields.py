@@ -77,7 +77,7 @@ class Field(NamedTuple):
 
 
 def fields(config: Any = None, kind: Any = TrainConfig, prefix: str = "") -> list[Field]:
-    """All fields of a config of this kind, and those of each nested config after it.
+    """Returns all fields of a config of this kind, and those of each nested config after it.
 
     They have values if `config` is given, and `prefix` stands before their names.
     """
@@ -101,13 +101,13 @@ def fields(config: Any = None, kind: Any = TrainConfig, prefix: str = "") -> lis
 
 
 def default_of(field: Any) -> Any:
-    """The default of a field; MISSING if it has none."""
+    """Returns the default of a field; MISSING if it has none."""
     made = field.default_factory is not dataclasses.MISSING
     return field.default_factory() if made else field.default
 
 
 def _sentences(kind: Any) -> dict[str, str]:
-    """Sentences about each field, from the Attributes sections of a class and of its bases."""
+    """Returns the sentences on fields in the Attributes sections of a class and of its bases."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         section = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2]
@@ -117,7 +117,7 @@ def _sentences(kind: Any) -> dict[str, str]:
 
 
 def nearest_field(name: str, known: Collection[str]) -> str | None:
-    """The path that an unknown name probably means: by another trainer's name, or by spelling."""
+    """Returns the path that an unknown name means, by another trainer's name or by spelling."""
     meant = {other: path for other, path in FIELD_OF.items() if path in known}
     meant |= {path.rpartition(".")[2]: path for path in known} | {path: path for path in known}
     last = name.rpartition(".")[2]
@@ -126,7 +126,7 @@ def nearest_field(name: str, known: Collection[str]) -> str | None:
 
 
 def show(value: Any) -> str:
-    """A value in the form that the command line takes."""
+    """Returns a value in the form that the command line takes."""
     if value is None or isinstance(value, str | int | float):
         return repr(value) if "\n" in str(value) else str(value)
     if isinstance(value, precision.Precision):

@@ -33,7 +33,7 @@ FIRST |= {"checkpoint.every", "writers"}
 
 
 def override(config: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
-    """The config after the changes that `--field value` pairs ask for."""
+    """Returns the config after the changes that `--field value` pairs ask for."""
     known = {field.name: field for field in fields(config)}
     given: dict[str, list[str]] = {}
     name = ""
@@ -54,7 +54,7 @@ def override(config: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
 
 
 def explain(known: Sequence[Field]) -> str:
-    """Fields with their values, the values that they take, and their sentences, group by group."""
+    """Lists fields with their values, the values that they take, and sentences, group by group."""
     lines = ["fields of the run:"]
     for field in known:
         if field.group:
@@ -69,7 +69,7 @@ def explain(known: Sequence[Field]) -> str:
 
 
 def first_fields(config: TrainConfig | None = None) -> list[Field]:
-    """The fields that people set first."""
+    """Returns the fields that people set first."""
     return [field for field in fields(config) if field.name in FIRST]
 
 
@@ -88,7 +88,7 @@ def _is_tuple(field: Field) -> bool:
 
 
 def _find(option: str, known: Mapping[str, Field]) -> Field:
-    """The field that an option names, by its path, the end of its path or another name."""
+    """Returns the field that an option names, by its path, the end of its path or another name."""
     name = option.replace("-", "_")
     name = SYNONYM_OF.get(name, name)
     ending = [field for field in known.values() if field.name.endswith(f".{name}")]
@@ -108,7 +108,7 @@ def _find(option: str, known: Mapping[str, Field]) -> Field:
 
 
 def _read(field: Field, words: list[str]) -> Any:
-    """The value that words stand for; those that stand for none are left to the config."""
+    """Returns the value that words stand for; those that stand for none are left to the config."""
     if field.annotation in FUNCTIONS:
         raise UserError(f"--{field.name} is a function: set it in a config file.")
     if _is_tuple(field):
@@ -130,7 +130,7 @@ def _read(field: Field, words: list[str]) -> Any:
 
 
 def _change(value: Any, changes: dict[tuple[str, ...], Any]) -> Any:
-    """A dataclass with some fields changed at once, so that checks see all the new values."""
+    """Changes fields of a dataclass at once, so that its checks see all the new values."""
     own = {path[0]: new for path, new in changes.items() if len(path) == 1}
     for name in {path[0] for path in changes if len(path) > 1}:
         inner = {path[1:]: new for path, new in changes.items() if path[0] == name and path[1:]}
