@@ -22,7 +22,7 @@ def printable(text: str) -> str:
     return text.translate(ESCAPES)
 
 
-def counted(number: int, noun: str) -> str:
+def amount(number: int, noun: str) -> str:
     """Returns a number with its noun: "1 document", "2,000 documents"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 

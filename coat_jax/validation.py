@@ -100,7 +100,7 @@ def require(name: str, value: Any, annotation: Any, default: Any = None) -> Any:
         value = value.item()
     if not _fits(value, annotation):
         proposed = f" The default is {default!r}." if isinstance(default, int | float) else ""
-        raise UserError(f"{name}={shown(value)} must be {describe(annotation)}.{proposed}")
+        raise UserError(f"{name}={brief(value)} must be {describe(annotation)}.{proposed}")
     return value
 
 
@@ -109,7 +109,7 @@ def dtype_of(name: str, value: Any) -> np.dtype:
     try:
         return jnp.dtype(value)
     except Exception:  # NumPy parses text as Python, which may raise anything
-        raise UserError(f"{name}={shown(value)} is not a dtype. Write one as 'bfloat16'.") from None
+        raise UserError(f"{name}={brief(value)} is not a dtype. Write one as 'bfloat16'.") from None
 
 
 def annotations(kind: type[Any]) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def describe(annotation: Any) -> str:
     return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
 
-def shown(value: Any) -> str:
+def brief(value: Any) -> str:
     """Returns a value's `repr` for errors, cut if long; of an array, its dtype and shape."""
     if isinstance(value, jax.Array | np.ndarray):
         return f"{value.dtype}{list(value.shape)}"
@@ -180,12 +180,12 @@ def shown(value: Any) -> str:
 def from_json(kind: type[ConfigType], data: Any, where: str) -> ConfigType:
     """Builds a config from JSON, which must have every field and is called `where` in errors."""
     if not isinstance(data, Mapping):
-        raise UserError(f"{where} must be a JSON object, not {shown(data)}.")
+        raise UserError(f"{where} must be a JSON object, not {brief(data)}.")
     allowed = annotations(kind)
     fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for problem, names in (("lacks", fields - data.keys()), ("has", data.keys() - fields)):
         if names:
-            listed = ", ".join(shown(name).strip("'") for name in sorted(names)[:3])
+            listed = ", ".join(brief(name).strip("'") for name in sorted(names)[:3])
             raise UserError(
                 f"{where} {problem} {listed}: it is damaged, or was written by another version of "
                 "coat_jax."

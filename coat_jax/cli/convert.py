@@ -32,7 +32,7 @@ from coat_jax.cli.arguments import STEP, add_count, require_effects
 from coat_jax.cli.output import note, progress_bar
 from coat_jax.errors import UserError
 from coat_jax.files import expand_user
-from coat_jax.printable import counted, printable
+from coat_jax.printable import amount, printable
 
 if TYPE_CHECKING:
     from coat_jax.quantization import Recipe
@@ -167,7 +167,7 @@ def _tokens(options: argparse.Namespace, name: str) -> list[int]:
         raise UserError(f"The text of --{name}, {text}, has no tokens: name a longer one.")
     if len(tokens) < FEW:
         note(
-            f"--{name} sees {counted(len(tokens), 'token')} only. Activations that are larger on "
+            f"--{name} sees {amount(len(tokens), 'token')} only. Activations that are larger on "
             f"other texts {UNSEEN[name]}: name a text of at least {FEW:,} tokens, better "
             f"{TOKENS:,}."
         )

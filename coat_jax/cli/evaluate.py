@@ -44,7 +44,7 @@ from coat_jax.models import Llama
 from coat_jax.models.batches import require_known
 from coat_jax.nn import MeshAxes
 from coat_jax.precision import PRESETS
-from coat_jax.printable import counted, printable, table
+from coat_jax.printable import amount, printable, table
 from coat_jax.quantization.projections import paths_of
 from coat_jax.training import resume_rules
 from coat_jax.training.data.paths import files_of
@@ -123,7 +123,7 @@ def _questions(file: Path, folder: ModelFolder, begin: Sequence[int]) -> list[ev
     questions = evaluation.read(file, folder.tokenizer, begin, folder.config)
     if shortened := sum(question.left_out > 0 for question in questions):
         note(
-            f"{file}: {shortened} of {counted(len(questions), 'question')} lose their beginning "
+            f"{file}: {shortened} of {amount(len(questions), 'question')} lose their beginning "
             f"to fit the model's context={folder.config.context}."
         )
     return questions

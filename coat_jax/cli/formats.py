@@ -37,7 +37,7 @@ from coat_jax.files import expand_user
 from coat_jax.models import Config
 from coat_jax.numerics.integer_format import IntegerFormat
 from coat_jax.numerics.quantizer import FITS, GRANULARITIES, Quantizer, format_named
-from coat_jax.printable import counted, printable, table
+from coat_jax.printable import amount, printable, table
 from coat_jax.training.checkpoint import weights
 from coat_jax.training.report import best_formats
 
@@ -125,7 +125,7 @@ def _tokens(
     where, most = expand_user(options.where), min(config.context, options.tokens or 512)
     tokens = tokens_of(options.text, where, config, options.tokenizer, most=most)
     if len(tokens) < 2:
-        raise UserError(f"{options.text} has {counted(len(tokens), 'token')}: give 2 or more.")
+        raise UserError(f"{options.text} has {amount(len(tokens), 'token')}: give 2 or more.")
     return tokens
 
 

@@ -27,7 +27,7 @@ from coat_jax.numerics.minifloat import Minifloat
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.config.optimizer import is_optimizer
 from coat_jax.training.fields import default_of, fields, nearest_field, show
-from coat_jax.validation import shown
+from coat_jax.validation import brief
 
 FUNCTION = "config"
 UNKNOWN = re.compile(r"Config\.__init__\(\) got an unexpected keyword argument '(\w+)'")
@@ -76,7 +76,7 @@ def load_config(source: str) -> TrainConfig:
         )
     if not isinstance(config, TrainConfig):
         raise UserError(
-            f"{function}() of {file} returns {shown(config)}, and must return a TrainConfig."
+            f"{function}() of {file} returns {brief(config)}, and must return a TrainConfig."
         )
     return config
 

@@ -20,7 +20,7 @@ from coat_jax.training.config import TrainConfig
 from coat_jax.training.config.optimizer import Transformation
 from coat_jax.training.config.run import Metric
 from coat_jax.training.fields import SYNONYM_OF, Field, fields, nearest_field, show
-from coat_jax.validation import describe, shown
+from coat_jax.validation import brief, describe
 
 FUNCTIONS = (Transformation | None, Mapping[str, Metric])
 WORDS = {"true": True, "false": False, "none": None}
@@ -97,7 +97,7 @@ def _find(option: str, known: Mapping[str, Field]) -> Field:
     if not found:
         near = nearest_field(name, known)
         hint = f" Did you mean --{near}?" if near else ""
-        raise UserError(f"There is no field {shown(name)}.{hint} --help-all lists them all.")
+        raise UserError(f"There is no field {brief(name)}.{hint} --help-all lists them all.")
     if len(found) > 1:
         names = ", ".join(f"--{field.name}" for field in found)
         raise UserError(f"--{name} may mean any of {names}: choose one of them.")

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from coat_jax.errors import UserError
-from coat_jax.printable import counted
+from coat_jax.printable import amount
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.report import speed
 from coat_jax.training.report.metrics import Metrics
@@ -127,7 +127,7 @@ class Recorder:
         changed = "only layers whose gradients are finite" if released else "nothing"
         if skipped > skipped_before and not (continues and all_of_them):
             self._progress.note(
-                f"step {step:,}: since the last record {counted(skipped - skipped_before, 'step')} "
+                f"step {step:,}: since the last record {amount(skipped - skipped_before, 'step')} "
                 f"had no finite loss and gradients, and changed {changed}; {skipped:,} so far."
             )
         nothing_learned = skipped == step == self._config.total_steps
