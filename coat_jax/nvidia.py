@@ -1,4 +1,4 @@
-"""What NVIDIA's driver says of the GPUs, asked of nvidia-smi: JAX would start CUDA on them."""
+"""Asks nvidia-smi about the GPUs: JAX would start CUDA on them."""
 
 import subprocess
 
@@ -6,7 +6,7 @@ PATIENCE = 30  # seconds for nvidia-smi, which may hang where the driver does
 
 
 def query_gpus(field: str) -> list[str]:
-    """The value of a field of `nvidia-smi --help-query-gpu` for each GPU; empty if it fails."""
+    """Returns a field of `nvidia-smi --help-query-gpu` for each GPU; nothing if it fails."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     try:
         answer = subprocess.run(

@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 from coat_jax.errors import UserError
 from coat_jax.numerics.formats import DTYPES, E4M3, E5M2, format_of, named_format
 from coat_jax.numerics.minifloat import MOST_MANTISSA_BITS, Minifloat, names_of_simulated
-from coat_jax.validation import Among, dtype_of, require_fields, shown
+from coat_jax.validation import Among, brief, dtype_of, require_fields
 
 LEAST_MAX = 2.0**-16  # the largest value of a simulated format must be greater
 Block = Annotated[int, Among((16, 32, 64, 128))]
@@ -112,7 +112,7 @@ def _format(name: str, value: DTypeLike | Minifloat) -> Any:
             return DTYPES[format_of(dtype_of(name, fmt)).name]
     except ValueError:
         raise UserError(
-            f"{name}={shown(value)} is not an FP8 format of coat_jax. Use coat.formats.E4M3 (more "
+            f"{name}={brief(value)} is not an FP8 format of coat_jax. Use coat.formats.E4M3 (more "
             "precision) or coat.formats.E5M2 (more range); or, to simulate another one, "
             f"{names_of_simulated(MOST_MANTISSA_BITS)}."
         ) from None
@@ -162,6 +162,6 @@ def precision_of(name: str | Precision) -> Precision:
         return PRESETS[name.lower()]
     except (KeyError, AttributeError):
         raise UserError(
-            f"There is no precision {shown(name)}. Use one of {', '.join(PRESETS)}, or a "
+            f"There is no precision {brief(name)}. Use one of {', '.join(PRESETS)}, or a "
             "coat.Precision."
         ) from None

@@ -18,17 +18,17 @@ ESCAPES = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code
 
 
 def printable(text: str) -> str:
-    """The text with all unsafe characters, those of `UNSAFE`, shown as escapes."""
+    """Replaces all unsafe characters, those of `UNSAFE`, by escapes."""
     return text.translate(ESCAPES)
 
 
-def counted(number: int, noun: str) -> str:
-    """A number with its noun: "1 document", "2,000 documents"."""
+def amount(number: int, noun: str) -> str:
+    """Returns a number with its noun: "1 document", "2,000 documents"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def table(lines: Sequence[Sequence[str]], words: Collection[int] = (0,)) -> str:
-    """Columns that are as wide as their widest cell.
+    """Aligns cells in columns that are as wide as their widest cell.
 
     Args:
         lines: of cells.

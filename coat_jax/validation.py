@@ -40,7 +40,7 @@ class Between:
     below: float = math.inf
 
     def holds(self, value: float) -> bool:
-        """Whether a finite number is in the range."""
+        """Returns whether a finite number is in the range."""
         return self.least <= value <= self.most and self.above < value < self.below
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class Among:
     choices: tuple[int, ...]
 
     def holds(self, value: float) -> bool:
-        """Whether the number is one of them."""
+        """Returns whether the number is one of them."""
         return value in self.choices
 
     def __str__(self) -> str:
@@ -77,15 +77,10 @@ Seed = Annotated[int, Between(least=0, most=2**32 - 1)]  # JAX truncates larger 
 Share = Annotated[float, Between(least=0, most=1)]
 
 
-# --- Checking --------------------------------------------------------------------------------
-
-
 def require_fields(config: Any, prefix: str = "") -> None:
     """Raises UserError unless each field of a dataclass has a value that its annotation allows.
 
-    Args:
-        config: the dataclass, frozen or not.
-        prefix: precedes the names of fields in errors, as in "optimizer.".
+    The names of fields in errors follow `prefix`, as in "optimizer.b1".
     """
     allowed = annotations(type(config))
     for field in dataclasses.fields(config):
@@ -96,34 +91,29 @@ def require_fields(config: Any, prefix: str = "") -> None:
 
 
 def require(name: str, value: Any, annotation: Any, default: Any = None) -> Any:
-    """Returns a value, with NumPy's numbers as Python's; raises UserError if it is not allowed.
+    """Returns a value that an annotation allows; raises UserError for others, by their name.
 
-    Equal configs are then serialized identically.
-
-    Args:
-        name: the name of the value in the error.
-        value: the value.
-        annotation: a type, which may have a `Between`.
-        default: the default value, which the error mentions if it is a number.
+    NumPy's numbers become Python's, so that equal configs are serialized identically. The error
+    mentions the default if it is a number.
     """
     if isinstance(value, np.bool_ | np.integer | np.floating):
         value = value.item()
     if not _fits(value, annotation):
         proposed = f" The default is {default!r}." if isinstance(default, int | float) else ""
-        raise UserError(f"{name}={shown(value)} must be {describe(annotation)}.{proposed}")
+        raise UserError(f"{name}={brief(value)} must be {describe(annotation)}.{proposed}")
     return value
 
 
 def dtype_of(name: str, value: Any) -> np.dtype:
-    """The dtype that a value stands for; raises UserError if it is not a dtype."""
+    """Returns the dtype that a value stands for; raises UserError if it is not a dtype."""
     try:
         return jnp.dtype(value)
     except Exception:  # NumPy parses text as Python, which may raise anything
-        raise UserError(f"{name}={shown(value)} is not a dtype. Write one as 'bfloat16'.") from None
+        raise UserError(f"{name}={brief(value)} is not a dtype. Write one as 'bfloat16'.") from None
 
 
 def annotations(kind: type[Any]) -> dict[str, Any]:
-    """The annotation of each field, with its range."""
+    """Returns the annotation of each field, with its range."""
     return typing.get_type_hints(kind, include_extras=True)
 
 
@@ -149,8 +139,6 @@ def _fits(value: Any, annotation: Any) -> bool:
     return fits
 
 
-# --- In words --------------------------------------------------------------------------------
-
 NAMES: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
@@ -163,7 +151,7 @@ NAMES: dict[Any, str] = {
 
 
 def describe(annotation: Any) -> str:
-    """The values that an annotation allows, in words."""
+    """Describes the values that an annotation allows."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation in NAMES:
         return NAMES[annotation]
@@ -179,39 +167,28 @@ def describe(annotation: Any) -> str:
     return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
 
-def shown(value: Any) -> str:
-    """A value as errors show it: its `repr`, cut if long; for an array, its dtype and shape."""
+def brief(value: Any) -> str:
+    """Returns a value's `repr` for errors, cut if long; of an array, its dtype and shape."""
     if isinstance(value, jax.Array | np.ndarray):
         return f"{value.dtype}{list(value.shape)}"
     if isinstance(value, type):
         return value.__name__
-    try:
-        text = repr(value)
-    except ValueError:  # Python does not print whole numbers of more than 4300 digits
-        text = "a number of thousands of digits"
+    text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
-# --- From JSON -------------------------------------------------------------------------------
-
-
 def from_json(kind: type[ConfigType], data: Any, where: str) -> ConfigType:
-    """Builds a config from JSON, which must have every field.
-
-    Args:
-        kind: the dataclass of the config.
-        data: the JSON object.
-        where: the name of its source in errors.
-    """
+    """Builds a config from JSON, which must have every field and is called `where` in errors."""
     if not isinstance(data, Mapping):
-        raise UserError(f"{where} must be a JSON object, not {shown(data)}.")
+        raise UserError(f"{where} must be a JSON object, not {brief(data)}.")
     allowed = annotations(kind)
     fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for problem, names in (("lacks", fields - data.keys()), ("has", data.keys() - fields)):
         if names:
+            listed = ", ".join(brief(name).strip("'") for name in sorted(names)[:3])
             raise UserError(
-                f"{where} {problem} {', '.join(sorted(names)[:5])}: it is damaged, or was written "
-                "by another version of coat_jax."
+                f"{where} {problem} {listed}: it is damaged, or was written by another version of "
+                "coat_jax."
             )
     values = {
         name: _from_json(value, allowed[name], f"{where}.{name}") for name, value in data.items()

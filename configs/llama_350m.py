@@ -10,22 +10,16 @@ Made for one GPU: a microbatch of 32 sequences takes 22.2 GB in COAT and 30.0 in
 of the step, experiments/memory.py).
 """
 
-from coat_jax import models
-from coat_jax.training.config import (
-    CheckpointConfig,
-    EvaluationConfig,
-    OptimizerConfig,
-    TrainConfig,
-    in_bf16,
-)
-from coat_jax.training.data import DataConfig
+import dataclasses
 
-TOKENS, WARMUP_TOKENS = 10_000_000_000, 375_000_000
-BATCH, SEQUENCE = 512, 1024
+from coat_jax import models
+from coat_jax.training.config import TrainConfig, in_bf16
+from coat_jax.training.config_files import load_config
 
 
 def config() -> TrainConfig:
     """In COAT."""
+    small = load_config("llama_124m")
     model = models.Config(
         vocab=50304,
         width=1024,
@@ -34,19 +28,14 @@ def config() -> TrainConfig:
         kv_heads=16,
         head_dim=64,
         ffn=2816,
-        context=SEQUENCE,
+        context=1024,
         tied=True,
         scan=False,
     )
-    return TrainConfig(
+    return dataclasses.replace(
+        small,
         model=model,
-        data=DataConfig(train=("tokens/*.npy",)),
-        optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=WARMUP_TOKENS / TOKENS),
-        evaluation=EvaluationConfig(every=250),
-        checkpoint=CheckpointConfig(every=1000),
-        total_steps=TOKENS // (BATCH * SEQUENCE),
-        global_batch_size=BATCH,
-        sequence_length=SEQUENCE,
+        optimizer=dataclasses.replace(small.optimizer, learning_rate=3e-4),
         gradient_accumulation_steps=16,
         out="out/llama_350m",
     )

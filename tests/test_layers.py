@@ -199,10 +199,10 @@ def test_the_rule_can_be_broken_and_kept(module, source):
 def import_afresh():
     """Imports the package in a new interpreter: the time that it takes, as a share of that of JAX
     and optax, and what is there then of the HEAVY modules; and what is there after all modules that
-    launch kernels. Processor time, as machines may be busy."""
+    launch kernels, and after the help of `coat train`. Processor time, as machines may be busy."""
     modules = [m for m in MODULES if m.startswith("coat_jax.kernels") and not in_triton(m)]
     source = f"""
-import sys, time
+import contextlib, sys, time
 start = time.process_time()
 import jax, optax
 middle = time.process_time()
@@ -210,6 +210,10 @@ import coat_jax
 print((time.process_time() - middle) / (middle - start))
 print(*{HEAVY} & set(sys.modules))
 import {", ".join(modules)}
+print(*{HEAVY} & set(sys.modules))
+import coat_jax.cli
+with contextlib.redirect_stdout(sys.stderr):
+    assert coat_jax.cli.main(["train", "--help"]) == 0
 print(*{HEAVY} & set(sys.modules))
 """
     result = subprocess.run(
@@ -220,8 +224,8 @@ print(*{HEAVY} & set(sys.modules))
         env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
     )
     assert result.returncode == 0, result.stderr
-    share, heavy, with_kernels = result.stdout.splitlines()
-    return float(share), heavy.split(), with_kernels.split()
+    share, *heavy = result.stdout.splitlines()
+    return float(share), *(modules.split() for modules in heavy)
 
 
 first_import = functools.cache(import_afresh)
@@ -229,7 +233,7 @@ first_import = functools.cache(import_afresh)
 
 def test_importing_the_package_is_quick_and_without_triton_or_torch():
     """The best of three, of which the second and third are taken only if they matter."""
-    share, heavy, _ = first_import()
+    share, heavy, *_ = first_import()
     assert heavy == []
     for _ in range(2):
         if share >= IMPORT_SHARE:
@@ -240,6 +244,10 @@ def test_importing_the_package_is_quick_and_without_triton_or_torch():
 def test_importing_what_launches_kernels_imports_no_triton():
     """The modules of kernels/triton do, where the first kernel of each is launched."""
     assert first_import()[2] == []
+
+
+def test_the_help_of_training_imports_neither_orbax_nor_grain():
+    assert not {"orbax", "grain"} & set(first_import()[3])
 
 
 def in_triton(module):

@@ -5,7 +5,7 @@ import unicodedata
 
 import pytest
 
-from coat_jax.printable import counted, printable
+from coat_jax.printable import amount, printable
 
 REORDERING = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
 EVERY = "".join(map(chr, range(sys.maxunicode + 1)))
@@ -50,4 +50,4 @@ def test_controls_are_shown_as_escapes(text, shown):
     ("number", "said"), [(0, "0 files"), (1, "1 file"), (2, "2 files"), (2000, "2,000 files")]
 )
 def test_one_thing_is_singular(number, said):
-    assert counted(number, "file") == said
+    assert amount(number, "file") == said

@@ -1,8 +1,8 @@
 """`coat`: the commands of coat_jax.
 
 Each command is a module of this package, imported when the command is used. The module's docstring
-is the help text, `add_arguments` declares the arguments, and `run` does the work. If there is a
-`check`, it sees the arguments before argparse does, and may end the command with an exit code.
+is the help text, `add_arguments` declares the arguments, and `run` does the work. The options of
+`train` are the fields of a config, so it has no `add_arguments`, and reads its arguments itself.
 
 An error that a user can fix is printed as one line: a UserError, a missing file or permission (the
 commands open only files that somebody named), a full disk, a package that is not installed, a
@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
+from coat_jax import __version__
 from coat_jax.cli.output import discard_broken, escape_unencodable
 from coat_jax.errors import UserError
 from coat_jax.printable import printable
@@ -37,24 +38,18 @@ COMMANDS = {
     "formats": "compare small number formats on each tensor of a model",
     "doctor": "check whether training works on this machine, and what to fix",
 }
+USAGE = """usage: coat COMMAND [argument ...]
+
+FP8 training for JAX. `coat COMMAND --help` explains a command, `coat --version` prints the version.
+docs/, examples/ and launch/ are in the repository.
+
+commands:"""
 # Errors about a path that another path, a permission or removing a file fixes.
-FIXABLE = {
-    errno.EACCES,
-    errno.EEXIST,
-    errno.EISDIR,
-    errno.ELOOP,
-    errno.ENAMETOOLONG,
-    errno.ENOENT,
-    errno.ENOTDIR,
-    errno.ENOTEMPTY,
-    errno.EPERM,
-    errno.EROFS,
-}
+FIXABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOENT, errno.ENOTEMPTY}
+FIXABLE |= {errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 BAD_INPUT, INTERRUPTED = UserError.exit_code, 130
 NO_READER = 141  # what shells report of a program that SIGPIPE ended
-# How argparse begins errors.
-MISSING = "the following arguments are required"
-UNKNOWN = "unrecognized arguments: "
+UNKNOWN = "unrecognized arguments: "  # how argparse begins an error
 
 
 class Parser(argparse.ArgumentParser):
@@ -64,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         """Says what is wrong, and what may be meant."""
         options = [option for action in self._actions for option in action.option_strings]
         greedy = [a.option_strings[0] for a in self._actions if a.nargs == "+" and a.option_strings]
-        if message.startswith(MISSING) and greedy:
+        if message.startswith("the following arguments are required") and greedy:
             message += f", before options that take all words that follow: {', '.join(greedy)}"
         elif message.startswith(UNKNOWN):
             unknown = message.removeprefix(UNKNOWN).split()[0].partition("=")[0].replace("_", "-")
@@ -96,12 +91,11 @@ def _run(given: list[str]) -> int:
     except KeyboardInterrupt:
         _report(f"{program}: interrupted")
         return INTERRUPTED
-    except BrokenPipeError:
-        raise
-    except (UserError, OSError, ModuleNotFoundError, RuntimeError, AssertionError) as error:
-        line, code = _explained(error)
-        if line is None:
+    except Exception as error:
+        explanation = _explain(error)
+        if explanation is None:
             raise
+        line, code = explanation
         if "--debug" in given:
             _report(printable(traceback.format_exc()))
         _report(printable(f"{program}: {' '.join(line.split())}"))
@@ -110,13 +104,10 @@ def _run(given: list[str]) -> int:
 
 def _run_command(name: str, given: list[str]) -> int:
     command = importlib.import_module(f"coat_jax.cli.{name}")
-    if hasattr(command, "check") and (code := command.check(given)) is not None:
-        return int(code)
-    parser = Parser(
-        prog=f"coat {name}",
-        description=command.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    if not hasattr(command, "add_arguments"):
+        return int(command.run(given))
+    style = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog=f"coat {name}", description=command.__doc__, formatter_class=style)
     command.add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help="show a traceback with an error")
     return int(command.run(parser.parse_args(given)))
@@ -124,31 +115,22 @@ def _run_command(name: str, given: list[str]) -> int:
 
 def _explain_commands(given: list[str]) -> int:
     """Prints the help, or the version, or raises for an unknown command."""
-    from coat_jax import __version__
-
-    listed = "\n".join(f"  {name:10} {what}" for name, what in COMMANDS.items())
-    parser = Parser(
-        prog="coat",
-        description="FP8 training for JAX.",
-        epilog=f"commands:\n{listed}\n\n`coat COMMAND --help` explains each. "
-        "docs/, examples/ and launch/ are in the repository.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"coat_jax {__version__}")
-    parser.add_argument("command", metavar="COMMAND", help="see below")
-    if not given:
-        parser.print_help()
-        return BAD_INPUT
-    wrong = parser.parse_known_args(given)[0].command  # or --help, or --version
-    near = difflib.get_close_matches(wrong, COMMANDS, n=1)
-    hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(COMMANDS)}."
-    raise UserError(f"there is no command {wrong!r}. {hint}")
+    first = given[0] if given else ""
+    if first == "--version":
+        print(f"coat_jax {__version__}")
+    elif first in ("", "--help", "-h"):
+        print(USAGE, *(f"  {name:10} {what}" for name, what in COMMANDS.items()), sep="\n")
+    else:
+        near = difflib.get_close_matches(first, COMMANDS, n=1)
+        hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(COMMANDS)}."
+        raise UserError(f"there is no command {first!r}. {hint}")
+    return 0 if given else BAD_INPUT
 
 
-def _explained(error: Exception) -> tuple[str | None, int]:
-    """The line to print for an error, None if it needs a traceback; and the exit code."""
+def _explain(error: Exception) -> tuple[str, int] | None:
+    """Returns the line to print for an error, and the exit code; None if it needs a traceback."""
     if isinstance(error, UserError):
-        return str(error) or type(error).__name__, error.exit_code
+        return str(error), error.exit_code
     if isinstance(error, OSError) and error.errno in FULL | FIXABLE:
         where = "" if error.filename is None else f": '{os.fsdecode(error.filename)}'"
         code = NotWritten.exit_code if error.errno in FULL else BAD_INPUT
@@ -158,12 +140,12 @@ def _explained(error: Exception) -> tuple[str | None, int]:
         if package != "coat_jax":
             extra = "The trainer's packages come with pip install 'coat_jax[train]'."
             return f"The package {package} is not installed. {extra}", BAD_INPUT
-    if isinstance(error, RuntimeError | AssertionError) and "jax" in sys.modules:
+    if isinstance(error, RuntimeError | AssertionError):
         from coat_jax.cli.doctor import why_no_device
 
         if (why := why_no_device()) is not None:
             return f"JAX finds no device: {why} `coat doctor` says what to fix.", BAD_INPUT
-    return None, 1
+    return None
 
 
 def _report(text: str) -> None:

@@ -1,7 +1,10 @@
 """Arguments that several commands take."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+
+from coat_jax.errors import UserError
 
 STEP = "step of a run's checkpoint; by default the newest intact one"
 
@@ -17,8 +20,20 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_count(parser: argparse.ArgumentParser, name: str, default: int | None, help: str) -> None:
     """Declares an option that takes a whole number from 1."""
-    shown = "" if default is None else f" (default: {default:,})"
-    parser.add_argument(name, type=_count, default=default, metavar="N", help=f"{help}{shown}")
+    help += "" if default is None else f" (default: {default:,})"
+    parser.add_argument(name, type=_count, default=default, metavar="N", help=help)
+
+
+def require_effects(options: argparse.Namespace, effects: Sequence[tuple[str, bool, str]]) -> None:
+    """Raises for an option that is given and has no effect with the others.
+
+    Args:
+        options: None where an option is not given.
+        effects: names of options, whether they have an effect, and what they are for.
+    """
+    for name, has_effect, purpose in effects:
+        if getattr(options, name) is not None and not has_effect:
+            raise UserError(f"--{name.replace('_', '-')} is for {purpose}: leave it out.")
 
 
 def _count(text: str) -> int:

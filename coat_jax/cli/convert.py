@@ -28,11 +28,11 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coat_jax.cli.arguments import STEP, add_count
+from coat_jax.cli.arguments import STEP, add_count, require_effects
 from coat_jax.cli.output import note, progress_bar
 from coat_jax.errors import UserError
 from coat_jax.files import expand_user
-from coat_jax.printable import counted, printable
+from coat_jax.printable import amount, printable
 
 if TYPE_CHECKING:
     from coat_jax.quantization import Recipe
@@ -150,9 +150,7 @@ def _require_effects(options: argparse.Namespace, recipe: "Recipe | None", *, of
             ("activation_fit", recipe.activations == "static", "--activations static"),
             ("percentile", "percentile" in (recipe.fit, recipe.activation_fit), fits),
         ]
-    for name, has_effect, purpose in effects:
-        if getattr(options, name) is not None and not has_effect:
-            raise UserError(f"--{name.replace('_', '-')} is for {purpose}: leave it out.")
+    require_effects(options, effects)
 
 
 def _tokens(options: argparse.Namespace, name: str) -> list[int]:
@@ -169,7 +167,7 @@ def _tokens(options: argparse.Namespace, name: str) -> list[int]:
         raise UserError(f"The text of --{name}, {text}, has no tokens: name a longer one.")
     if len(tokens) < FEW:
         note(
-            f"--{name} sees {counted(len(tokens), 'token')} only. Activations that are larger on "
+            f"--{name} sees {amount(len(tokens), 'token')} only. Activations that are larger on "
             f"other texts {UNSEEN[name]}: name a text of at least {FEW:,} tokens, better "
             f"{TOKENS:,}."
         )

@@ -28,21 +28,27 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax.numpy as jnp
+
+from coat_jax import evaluation, quantization
 from coat_jax.cli.arguments import add_count, add_model_arguments
 from coat_jax.cli.model_folder import ModelFolder, on_devices
 from coat_jax.cli.output import note, on_terminal
 from coat_jax.errors import UserError
 from coat_jax.files import read_text
-from coat_jax.printable import counted, printable, table
+from coat_jax.models import Llama
+from coat_jax.models.batches import require_known
+from coat_jax.nn import MeshAxes
+from coat_jax.precision import PRESETS
+from coat_jax.printable import amount, printable, table
+from coat_jax.quantization.projections import paths_of
+from coat_jax.training import resume_rules
 from coat_jax.training.data.paths import files_of
-
-if TYPE_CHECKING:
-    from coat_jax.evaluation import Accuracies, Accuracy, Question, Score
-    from coat_jax.models import Llama
+from coat_jax.training.fields import show
 
 AXIS = "fsdp"
 
@@ -61,27 +67,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Evaluates, and prints the results."""
-    from coat_jax import evaluation
-    from coat_jax.nn import MeshAxes
-
     if not options.text and not options.tasks:
         raise UserError("Name a text, --text FILE, or a file of questions, --tasks FILE.jsonl.")
     if options.window is not None and not options.text:
         raise UserError(f"--window {options.window} is for texts: name one, --text FILE.")
     axis = AXIS if options.devices > 1 else None
     folder = ModelFolder(options, axes=MeshAxes(fsdp=axis), batch_axes=(axis,) if axis else ())
-    context = folder.config.context
+    context, batch = folder.config.context, options.batch
     window = folder.trained_length if options.window is None else options.window
     if options.text and not 2 <= window <= context:
         raise UserError(f"A window of {window} must be from 2 to the model's context={context}.")
     begin = folder.tokenizer.encode("")[:1] or folder.stops[:1]
-    texts = {file: _text(file, folder, begin) for file in files_of(tuple(options.text))}
-    tasks = {file: _questions(file, folder, begin) for file in files_of(tuple(options.tasks))}
+    texts = {str(file): _text(file, folder, begin) for file in files_of(tuple(options.text))}
+    tasks = {str(file): _questions(file, folder, begin) for file in files_of(tuple(options.tasks))}
     with on_devices(options.devices, AXIS):
-        model, batch = folder.load(), options.batch
-        tokens, sizes = [text[0] for text in texts.values()], [text[1] for text in texts.values()]
+        model = folder.load()
+        tokens, sizes = [text for text, _ in texts.values()], [size for _, size in texts.values()]
+        progress = _progress("windows")
         of_texts = evaluation.perplexity(
-            model, tokens, sizes, window=window, batch=batch, progress=_progress("windows")
+            model, tokens, sizes, window=window, batch=batch, progress=progress
         )
         of_tasks = evaluation.accuracies(
             model, [*tasks.values()], batch=batch, progress=_progress("choices")
@@ -90,8 +94,11 @@ def run(options: argparse.Namespace) -> int:
     accuracies = dict(zip(tasks, of_tasks, strict=True))
     if options.json:
         found: dict[str, Any] = {"model": str(options.where), **_precision_as_json(model)}
-        found |= {"window": window, "texts": _scores_as_json(scores)} if scores else {}
-        found |= {"tasks": _accuracies_as_json(accuracies)} if accuracies else {}
+        if scores:
+            texts_as_json = [_score_as_json(file, score) for file, score in scores.items()]
+            found |= {"window": window, "texts": texts_as_json}
+        if accuracies:
+            found["tasks"] = [_accuracies_as_json(file, both) for file, both in accuracies.items()]
         print(json.dumps(found, indent=2))
     else:
         tables = [_table_of_texts(scores)] if scores else []
@@ -100,13 +107,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-# --- Reading ---------------------------------------------------------------------------------
-
-
 def _text(file: Path, folder: ModelFolder, begin: Sequence[int]) -> tuple[list[int], int]:
-    """The tokens of a text, after one that begins it, and its bytes."""
-    from coat_jax.models.batches import require_known
-
+    """Returns the tokens of a text, after one that begins it, and its bytes."""
     text = read_text(file)
     tokens = [*begin, *folder.tokenizer.encode_documents([text])[0].tolist()]
     if not text:
@@ -117,13 +119,11 @@ def _text(file: Path, folder: ModelFolder, begin: Sequence[int]) -> tuple[list[i
     return tokens, len(text.encode())
 
 
-def _questions(file: Path, folder: ModelFolder, begin: Sequence[int]) -> list["Question"]:
-    from coat_jax import evaluation
-
+def _questions(file: Path, folder: ModelFolder, begin: Sequence[int]) -> list[evaluation.Question]:
     questions = evaluation.read(file, folder.tokenizer, begin, folder.config)
     if shortened := sum(question.left_out > 0 for question in questions):
         note(
-            f"{file}: {shortened} of {counted(len(questions), 'question')} lose their beginning "
+            f"{file}: {shortened} of {amount(len(questions), 'question')} lose their beginning "
             f"to fit the model's context={folder.config.context}."
         )
     return questions
@@ -140,82 +140,58 @@ def _progress(what: str) -> Callable[[int, int], None]:
     return show
 
 
-# --- Printing --------------------------------------------------------------------------------
-
-
-def _table_of_texts(scores: Mapping[Path, "Score"]) -> str:
-    from coat_jax import evaluation
-
-    named = {str(file): score for file, score in scores.items()}
-    if len(scores) > 1:
-        named["together"] = evaluation.combine([*scores.values()])
+def _table_of_texts(scores: dict[str, evaluation.Score]) -> str:
+    together = {"together": evaluation.combine([*scores.values()])} if len(scores) > 1 else {}
     lines = [["text", "tokens", "nats/token", "perplexity", "bits/byte"]]
-    for name, score in named.items():
+    for name, score in (scores | together).items():
         rates = f"{score.per_token:.4f}", f"{score.perplexity:,.3f}", f"{score.bits_per_byte:.4f}"
         lines.append([name, f"{score.tokens:,}", *rates])
     return table(lines)
 
 
-def _table_of_tasks(accuracies: Mapping[Path, "Accuracies"]) -> str:
+def _table_of_tasks(accuracies: dict[str, evaluation.Accuracies]) -> str:
     lines = [["task", "questions", "accuracy (95 %)", "per byte (95 %)"]]
-    for file, found in accuracies.items():
-        lines.append([str(file), f"{found.by_sum.questions:,}", *map(_percent, found)])
+    for file, both in accuracies.items():
+        lines.append([file, f"{both.by_sum.questions:,}", *map(_percent, both)])
     return table(lines)
 
 
-def _percent(accuracy: "Accuracy") -> str:
+def _percent(accuracy: evaluation.Accuracy) -> str:
     low, high = accuracy.interval
     return f"{100 * accuracy.share:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
 
 
-def _scores_as_json(scores: Mapping[Path, "Score"]) -> list[dict[str, Any]]:
-    return [
-        {
-            "file": str(file),
-            "tokens": score.tokens,
-            "bytes": score.size,
-            "nats_per_token": score.per_token,
-            "perplexity": score.perplexity if math.isfinite(score.perplexity) else None,
-            "bits_per_byte": score.bits_per_byte,
-        }
-        for file, score in scores.items()
-    ]
+def _score_as_json(file: str, score: evaluation.Score) -> dict[str, Any]:
+    return {
+        "file": file,
+        "tokens": score.tokens,
+        "bytes": score.size,
+        "nats_per_token": score.per_token,
+        "perplexity": score.perplexity if math.isfinite(score.perplexity) else None,
+        "bits_per_byte": score.bits_per_byte,
+    }
 
 
-def _accuracies_as_json(accuracies: Mapping[Path, "Accuracies"]) -> list[dict[str, Any]]:
-    listed = []
-    for file, both in accuracies.items():
-        line: dict[str, Any] = {"file": str(file), "questions": both.by_sum.questions}
-        for name, accuracy in both._asdict().items():
-            right, share, interval = accuracy.right, accuracy.share, list(accuracy.interval)
-            line[name] = {"right": right, "accuracy": share, "interval_95": interval}
-        listed.append(line)
+def _accuracies_as_json(file: str, both: evaluation.Accuracies) -> dict[str, Any]:
+    listed: dict[str, Any] = {"file": file, "questions": both.by_sum.questions}
+    for name, one in both._asdict().items():
+        listed[name] = {"right": one.right, "accuracy": one.share, "interval_95": one.interval}
     return listed
 
 
-def _precision_as_json(model: "Llama") -> dict[str, Any]:
-    """The name of a preset, or what a precision consists of; of a quantized model its formats.
+def _precision_as_json(model: Llama) -> dict[str, Any]:
+    """Returns the name of a preset, or a precision's fields; of a quantized model its formats.
 
     Layers that were left as they are come last.
     """
-    import jax.numpy as jnp
-
-    from coat_jax import quantization
-    from coat_jax.precision import PRESETS
-    from coat_jax.quantization.projections import paths_of
-    from coat_jax.training import resume_rules
-
     schemes = quantization.schemes_of(model) if quantization.is_quantized(model) else {}
     if not schemes:
         ours = model.config.precision
-        name = next((name for name, preset in PRESETS.items() if preset == ours), None)
-        return {"precision": name or resume_rules.to_json(ours)}
-    formats = {scheme.format for scheme in schemes.values()}
-    counts: dict[tuple[str, str], int] = dict(sorted(Counter(schemes.values()).items()))
+        return {"precision": show(ours) if ours in PRESETS.values() else resume_rules.to_json(ours)}
+    counts = Counter(sorted(schemes.values()))
+    layers = [{**scheme._asdict(), "count": count} for scheme, count in counts.items()]
     if left := len(paths_of(model.config)) - len(schemes):
-        counts[jnp.dtype(model.config.dtype).name, "none"] = left
-    layers = [
-        {"format": format, "activations": activations, "count": count}
-        for (format, activations), count in counts.items()
-    ]
+        dtype = jnp.dtype(model.config.dtype).name
+        layers.append({"format": dtype, "activations": "none", "count": left})
+    formats = {scheme.format for scheme in schemes.values()}
     return {"precision": "mixed" if len(formats) > 1 else formats.pop(), "linear_layers": layers}

@@ -20,17 +20,17 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from coat_jax import generation
 from coat_jax.cli.arguments import add_count, add_model_arguments
 from coat_jax.cli.model_folder import ModelFolder, on_devices
 from coat_jax.cli.output import on_terminal
 from coat_jax.errors import UserError
 from coat_jax.files import expand_user, lines_of, parse_json, read_text
+from coat_jax.nn import MeshAxes
 from coat_jax.printable import printable
-
-if TYPE_CHECKING:
-    from coat_jax.tokenizers import AnyTokenizer
+from coat_jax.tokenizers import AnyTokenizer
 
 BETWEEN = "\n---\n"
 TENSOR = "tensor"
@@ -40,10 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
     add_model_arguments(parser)
     add = parser.add_argument
-    prompt, stop = (
-        "a text to continue; may be repeated",
-        "a token that ends a text; may be repeated",
-    )
+    prompt = "a text to continue; may be repeated"
     add("--prompt", action="append", default=[], metavar="TEXT", help=prompt)
     in_jsonl = 'in a .jsonl file each is a string or {"prompt": ...}'
     add("--prompts", type=Path, metavar="FILE", help=f"a prompt per line; {in_jsonl}")
@@ -53,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     likeliest = "choose among the likeliest tokens that have probability P together"
     add("--top-p", type=float, default=1.0, metavar="P", help=likeliest)
     add("--seed", type=int, default=0, help="seed of the random numbers (default: 0)")
+    stop = "a token that ends a text; may be repeated"
     add("--stop", action="append", default=[], metavar="TOKEN", help=stop)
     add_count(parser, "--batch", 8, "prompts at a time")
     add_count(parser, "--devices", 1, "devices that share each layer")
@@ -60,23 +58,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Generates, and prints the speed."""
-    from coat_jax import generation
-    from coat_jax.nn import MeshAxes
-
     names = "temperature", "top_k", "top_p", "seed"
     sampling = generation.Sampling(**{name: getattr(options, name) for name in names})
     texts = [*options.prompt, *_lines(options.prompts)]
     if not texts:
         raise UserError("There is no prompt: give --prompt TEXT, or --prompts FILE.")
-    axes = MeshAxes(tensor=TENSOR if options.devices > 1 else None)
-    model_folder = ModelFolder(options, axes=axes)
-    tokenizer = model_folder.tokenizer
-    prompts = [tokenizer.encode(text) for text in texts]
-    stops = [*model_folder.stops, *map(tokenizer.token, options.stop)]
+    folder = ModelFolder(options, axes=MeshAxes(tensor=TENSOR if options.devices > 1 else None))
+    prompts = [folder.tokenizer.encode(text) for text in texts]
+    stops = [*folder.stops, *map(folder.tokenizer.token, options.stop)]
     settings: dict[str, Any] = {"max_tokens": options.max_tokens, "stops": stops}
-    generation.require_prompts(model_folder.config, prompts, **settings)
+    generation.require_prompts(folder.config, prompts, **settings)
     with on_devices(options.devices, TENSOR):
-        model = model_folder.load()
+        model = folder.load()
         speed = _Speed()
         try:
             for first in range(0, len(prompts), options.batch):
@@ -85,18 +78,15 @@ def run(options: argparse.Namespace) -> int:
                     model, prompts[batch], sampling=sampling, first=first, **settings
                 )
                 _say(BETWEEN if first else "")
-                _print(tokenizer, texts[batch], prompts[batch], speed.timed(chunks))
+                _print(folder.tokenizer, texts[batch], prompts[batch], speed.measure(chunks))
         finally:  # an error begins on a line of its own
             _say("\n")
     print(speed, file=sys.stderr)
     return 0
 
 
-# --- Reading ---------------------------------------------------------------------------------
-
-
 def _lines(file: Path | None) -> Iterator[str]:
-    """The prompts in a file, one on each line that is not blank."""
+    """Returns the prompts in a file, one on each line that is not blank."""
     if file is None:
         return
     text = read_text(expand_user(file))
@@ -115,11 +105,8 @@ def _lines(file: Path | None) -> Iterator[str]:
             yield prompt
 
 
-# --- Printing --------------------------------------------------------------------------------
-
-
 def _print(
-    tokenizer: "AnyTokenizer",
+    tokenizer: AnyTokenizer,
     texts: Sequence[str],
     prompts: Sequence[Sequence[int]],
     chunks: Iterator[list[list[int]]],
@@ -146,23 +133,19 @@ class _Speed:
     """Counts tokens and time; the first token of a batch waits for its prompts and for XLA."""
 
     def __init__(self) -> None:
-        self.waited = self.seconds = 0.0
-        self.tokens = self.after_first = 0
+        self.seconds, self.tokens = [0.0, 0.0], [0, 0]  # of the first chunks, and of the others
 
-    def timed(self, chunks: Iterator[list[list[int]]]) -> Iterator[list[list[int]]]:
+    def measure(self, chunks: Iterator[list[list[int]]]) -> Iterator[list[list[int]]]:
         """Passes the chunks through, and counts their tokens and their time."""
         last = time.perf_counter()
         for number, chunk in enumerate(chunks):
-            now, count = time.perf_counter(), sum(map(len, chunk))
-            self.tokens += count
-            if number == 0:
-                self.waited += now - last
-            else:
-                self.seconds += now - last
-                self.after_first += count
+            now = time.perf_counter()
+            self.seconds[number > 0] += now - last
+            self.tokens[number > 0] += sum(map(len, chunk))
             last = now
             yield chunk
 
     def __str__(self) -> str:
-        rate = f", then {self.after_first / self.seconds:,.0f} tokens/s" if self.seconds else ""
-        return f"{self.tokens:,} tokens; {self.waited:.1f} s until the first{rate}."
+        (first, others), tokens = self.seconds, self.tokens
+        rate = f", then {tokens[1] / others:,.0f} tokens/s" if others else ""
+        return f"{sum(tokens):,} tokens; {first:.1f} s until the first{rate}."

@@ -9,15 +9,18 @@ import argparse
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
+
+from coat_jax.cli import texts
 from coat_jax.cli.output import note
 from coat_jax.errors import UserError
 from coat_jax.files import expand_user, read_json
+from coat_jax.models import Config, Llama
+from coat_jax.precision import precision_of
+from coat_jax.training.checkpoint import weights
 from coat_jax.validation import Count, CountOrZero, require
-
-if TYPE_CHECKING:
-    from coat_jax.models import Config, Llama
 
 
 class ModelFolder:
@@ -37,10 +40,6 @@ class ModelFolder:
             options: those of `arguments.add_model_arguments`.
             **sharding: fields of the config: the mesh axes of parameters and batches.
         """
-        from coat_jax.cli import texts
-        from coat_jax.precision import precision_of
-        from coat_jax.training.checkpoint import weights
-
         self._where, self._step = expand_user(options.where), options.step
         config_json = weights.read_config_json(self._where)
         config = weights.model_config(self._where)
@@ -54,33 +53,24 @@ class ModelFolder:
         precision = precision_of(options.precision or config.precision)
         self.config: Config = dataclasses.replace(config, precision=precision, **sharding)
         self.tokenizer = texts.tokenizer_of(self._where, config, options.tokenizer)
-        self.stops = self._stops(
-            config_json, texts.data_of(self._where, config_json).get("end_of_text")
-        )
-
-    def load(self) -> "Llama":
-        """The model, on the mesh that is set."""
-        from coat_jax.training.checkpoint import weights
-
-        return weights.load(self._where, self.config, step=self._step, note=note)
-
-    def _stops(self, config_json: dict[str, Any], of_run: int | None) -> list[int]:
-        """The tokens that end a text: from generation_config.json, config.json or the tokenizer."""
         file = self._where / "generation_config.json"
         settings = read_json(file) if file.exists() else {}
+        of_run = texts.data_of(self._where, config_json).get("end_of_text")
         named = settings.get("eos_token_id"), config_json.get("eos_token_id"), of_run
         ends = next((e for e in named if e is not None), self.tokenizer.end_of_text)
         ends = ends if isinstance(ends, list) else [ends]
         for end in ends:
             require(f"{self._where}: eos_token_id", end, CountOrZero | None)
-        return [end for end in ends if end is not None and end < self.config.vocab]
+        self.stops = [end for end in ends if end is not None and end < config.vocab]
+
+    def load(self) -> Llama:
+        """Returns the model, on the mesh that is set."""
+        return weights.load(self._where, self.config, step=self._step, note=note)
 
 
 @contextlib.contextmanager
 def on_devices(devices: int, axis: str) -> Iterator[None]:
     """Sets a mesh of this many devices along one axis, if it is more than one."""
-    import jax
-
     if devices > jax.device_count():
         raise UserError(f"--devices {devices}: JAX finds {jax.device_count()} here.")
     if devices == 1:

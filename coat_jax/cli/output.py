@@ -1,4 +1,4 @@
-"""What commands print: notes on standard error, and output whose reader may close it early.
+"""The output of commands: notes on standard error, and output whose reader may close it early.
 
 When nobody reads the output any more, as after `coat train ... | head -1`, training continues
 (`ignore_closed_output`): its results are in its folder, and hours of work must not end with a pager
@@ -49,7 +49,7 @@ def note(text: str) -> None:
 
 
 def progress_bar(*columns: Any) -> "Progress":
-    """A bar over bytes, after columns of rich; it goes away, and is shown on a terminal only."""
+    """Returns a bar over bytes, after columns of rich; it is drawn on terminals, and removed."""
     from rich import progress
     from rich.console import Console
 
@@ -74,42 +74,36 @@ class ClosableStream:
 
     def write(self, text: str) -> int:
         """Writes, or drops, the text."""
-        try:
+        with _discard_if_it_fails(self._stream):
             self._stream.write(text)
-        except OSError:
-            discard(self._stream)
         return len(text)
 
     def flush(self) -> None:
         """Flushes what was written, or drops it."""
-        try:
+        with _discard_if_it_fails(self._stream):
             self._stream.flush()
-        except OSError:
-            discard(self._stream)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
-def on_terminal(stream: TextIO | None) -> bool:
-    """Whether this stream is a terminal; None stands for a stream that is closed."""
-    return stream is not None and stream.isatty()
-
-
-def discard(stream: TextIO) -> None:
-    """Discards what a stream has buffered, and everything that is written to it later."""
-    with contextlib.suppress(io.UnsupportedOperation):  # it may have no descriptor, as in tests
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        try:
-            os.dup2(nowhere, stream.fileno())
-        finally:
-            os.close(nowhere)
-
-
 def discard_broken() -> None:
     """Discards output that nobody reads any more, so that Python ends silently."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
-        try:
+        with _discard_if_it_fails(stream):
             stream.flush()
-        except BrokenPipeError:
-            discard(stream)
+
+
+@contextlib.contextmanager
+def _discard_if_it_fails(stream: TextIO) -> Iterator[None]:
+    """If output fails, discards what the stream has buffered, and all that is written later."""
+    try:
+        yield
+    except OSError:
+        with Path(os.devnull).open("w") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())
+
+
+def on_terminal(stream: TextIO | None) -> bool:
+    """Returns whether this stream is a terminal; None stands for a stream that is closed."""
+    return stream is not None and stream.isatty()

@@ -15,7 +15,7 @@ from coat_jax.files import expand_user, require_regular, utf8_failures
 from coat_jax.models.batches import require_known
 from coat_jax.tokenizers import AnyTokenizer, Bytes, Tokenizer
 from coat_jax.training.checkpoint import weights
-from coat_jax.validation import CountOrZero, require, shown
+from coat_jax.validation import CountOrZero, brief, require
 
 if TYPE_CHECKING:
     from coat_jax.models import Config
@@ -30,7 +30,7 @@ def data_of(folder: Path, config_json: Mapping[str, Any]) -> Mapping[str, Any]:
     data = config_json.get("data")
     data = {} if data is None else data
     if not isinstance(data, dict):
-        raise UserError(f"{folder}/config.json: data={shown(data)} must be an object.")
+        raise UserError(f"{folder}/config.json: data={brief(data)} must be an object.")
     for name, kind in (("tokenizer", str | None), ("end_of_text", CountOrZero | None)):
         require(f"{folder}/config.json: data.{name}", data.get(name), kind)
     return data

@@ -13,7 +13,7 @@ from pathlib import Path
 from coat_jax.cli.output import progress_bar
 from coat_jax.errors import UserError
 from coat_jax.files import expand_user
-from coat_jax.printable import counted, printable
+from coat_jax.printable import amount, printable
 from coat_jax.tokenizers import document_tokenizer
 from coat_jax.training.data.paths import are_tokens, files_of
 from coat_jax.training.data.tokenizing import Encoded, write
@@ -51,8 +51,8 @@ def run(options: argparse.Namespace) -> int:
 
         notes = write(paths, out, tokenizer, progress=advance)
     summary = (
-        f"{counted(notes['tokens'], 'token')} of {counted(notes['documents'], 'document')} as "
-        f"{notes['dtype']} in {counted(len(notes['files']), 'file')}, vocabulary "
+        f"{amount(notes['tokens'], 'token')} of {amount(notes['documents'], 'document')} as "
+        f"{notes['dtype']} in {amount(len(notes['files']), 'file')}, vocabulary "
         f"{notes['vocab']:,}, end of text {notes['end_of_text']}.\n"
         f"coat train CONFIG --data.train '{out}/*.npy'"
     )

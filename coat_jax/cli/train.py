@@ -15,7 +15,7 @@ and --help-all all fields.
   coat train llama_tiny --print-config           the config as Python, without defaults
 
 The same command continues a run that was stopped. A run also continues when nobody reads its output
-any more.
+any more. With --debug, an error that ends it shows its traceback.
 
 exit codes:
   0    done
@@ -27,65 +27,59 @@ exit codes:
   143  stopped by SIGTERM, SIGHUP or SIGUSR1, after saving
 """
 
-import argparse
 from collections.abc import Sequence
-from typing import Any
 
 from coat_jax.errors import UserError
+from coat_jax.training.config import TrainConfig
+from coat_jax.training.config_files import list_shipped, load_config, source
+from coat_jax.training.fields import fields
+from coat_jax.training.overrides import explain, first_fields, override
 
 STOPPED = 143
 HELP = {"--help", "-h", "--help-all"}
 FLAGS = HELP | {"--print-config", "--debug"}
-USAGE = "coat train {} [--field value ...] [--print-config] [--help] [--help-all] [--debug]"
-MORE = "\n\n`coat train {} --help-all` explains all {} fields, --print-config prints a config file."
+OPTIONAL = "[--print-config] [--help] [--help-all] [--debug]"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the command's arguments."""
-    parser.usage, parser.epilog = USAGE.format("CONFIG"), _explained()
-    parser.add_argument("config", metavar="CONFIG", help="a name, or a Python file")
-    parser.add_argument("overrides", metavar="--field value", nargs=argparse.REMAINDER)
-
-
-def _explained(config: Any = None, name: str = "CONFIG", *, all_fields: bool = False) -> str:
-    """The fields of a config with their values: those that people set first, or all."""
-    from coat_jax.training.fields import fields
-    from coat_jax.training.overrides import explain, first_fields
-
-    known = fields(config)
-    if all_fields:
-        return explain(known)
-    count = sum(not field.group for field in known)
-    return explain(first_fields(config)) + MORE.format(name, count)
-
-
-def check(arguments: Sequence[str]) -> int | None:
-    """Handles arguments without a config, which argparse would not explain; returns an exit code.
-
-    Without arguments the configs are listed.
-    """
-    from coat_jax.training.config_files import list_shipped
-
-    first = arguments[0] if arguments else None
-    if first is None:
+def run(arguments: Sequence[str]) -> int:
+    """Trains, or prints what a flag asks for; returns the exit code."""
+    flags = FLAGS.intersection(arguments)
+    name, *settings = [word for word in arguments if word not in FLAGS] or [""]
+    if not arguments:
         print(f"Configs that come with the package:\n\n{list_shipped()}\n")
-        print(
-            "`coat train NAME` or FILE.py trains, `coat train NAME --help` explains the settings."
-        )
+        print("`coat train NAME` or FILE.py trains, `coat train NAME --help` explains it.")
         return UserError.exit_code
-    if first == "--help-all":
-        print(_explained(all_fields=True))
-        return 0
-    if first.startswith("-") and first not in HELP:
+    if name.startswith("-") or not (name or flags & HELP):
         raise UserError(
-            f"A config comes before the settings, as in coat train llama_tiny {first}. "
+            f"A config comes before the settings, as in coat train llama_tiny {arguments[0]}. "
             "`coat train` alone lists those of the package."
         )
-    return None
+    config = override(load_config(name), settings) if name else None
+    if flags & HELP:
+        print(_help(name, config, all_fields="--help-all" in flags))
+        return 0
+    assert config is not None
+    if "--print-config" in flags:
+        print(source(config), end="")
+        return 0
+    return _train(config)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Trains; returns the exit code."""
+def _help(name: str, config: TrainConfig | None, *, all_fields: bool) -> str:
+    """Explains the fields that people set first, or all; without a config after the manual."""
+    known, command = fields(config), f"coat train {name or 'CONFIG'}"
+    usage = f"usage: {command} [--field value ...] {OPTIONAL}"
+    if all_fields:
+        return f"{usage}\n\n{explain(known)}"
+    manual = [] if name else [__doc__.strip()]
+    count = sum(not field.group for field in known)
+    more = (
+        f"`{command} --help-all` explains all {count} fields, --print-config prints a config file."
+    )
+    return "\n\n".join([usage, *manual, explain(first_fields(config)), more])
+
+
+def _train(config: TrainConfig) -> int:
     from rich.console import Console
 
     from coat_jax import multihost
@@ -94,20 +88,8 @@ def run(options: argparse.Namespace) -> int:
     from coat_jax.training.checkpoint.step_folders import StepFolders
     from coat_jax.training.checkpoint.weights import CHECKPOINTS
     from coat_jax.training.cluster import communication, distributed
-    from coat_jax.training.config_files import load_config, source
     from coat_jax.training.loop import train
-    from coat_jax.training.overrides import override
 
-    given = FLAGS.intersection(options.overrides)
-    config = load_config(options.config)
-    config = override(config, [a for a in options.overrides if a not in FLAGS])
-    if given & HELP:
-        print(f"usage: {USAGE.format(options.config)}\n")
-        print(_explained(config, options.config, all_fields="--help-all" in given))
-        return 0
-    if "--print-config" in given:
-        print(source(config), end="")
-        return 0
     with ignore_closed_output():
         communication.use_one_queue(offload=config.optimizer.offload)
         distributed.start()

@@ -24,7 +24,7 @@ from coat_jax.files import lines_of, parse_json, read_text
 from coat_jax.models import Config, Llama
 from coat_jax.models.batches import require_known
 from coat_jax.tokenizers import AnyTokenizer, begun_with
-from coat_jax.validation import shown
+from coat_jax.validation import brief
 
 QUANTILE = 1.959964  # of the normal distribution, for 95 %
 
@@ -99,7 +99,7 @@ def read(
 def _fields(where: str, record: Any) -> tuple[str, list[str], int]:
     """The question, the choices and the number of the right one."""
     if not isinstance(record, dict):
-        raise UserError(f"{where} is not a JSON object, but {shown(record)}.")
+        raise UserError(f"{where} is not a JSON object, but {brief(record)}.")
     names = [name for name in ("context", "question") if name in record]
     if len(names) != 1:
         raise UserError(
@@ -108,15 +108,15 @@ def _fields(where: str, record: Any) -> tuple[str, list[str], int]:
         )
     question, choices, answer = record[names[0]], record.get("choices"), record.get("answer")
     if not isinstance(question, str):
-        raise UserError(f"{where}: {names[0]}={shown(question)} must be text.")
+        raise UserError(f"{where}: {names[0]}={brief(question)} must be text.")
     if not isinstance(choices, list) or len(choices) < 2:
-        raise UserError(f"{where}: choices={shown(choices)} must be a list of two texts or more.")
+        raise UserError(f"{where}: choices={brief(choices)} must be a list of two texts or more.")
     for number, choice in enumerate(choices):
         if not isinstance(choice, str) or not choice.strip():
-            raise UserError(f"{where}: choice {number} is {shown(choice)}, and must be text.")
+            raise UserError(f"{where}: choice {number} is {brief(choice)}, and must be text.")
     if type(answer) is not int or not 0 <= answer < len(choices):
         raise UserError(
-            f"{where}: answer={shown(answer)} must be the number of a choice, from 0 to "
+            f"{where}: answer={brief(answer)} must be the number of a choice, from 0 to "
             f"{len(choices) - 1}."
         )
     return question, choices, answer

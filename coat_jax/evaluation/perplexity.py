@@ -17,7 +17,7 @@ from coat_jax.errors import UserError
 from coat_jax.evaluation.likelihood import OnProgress, Passage, log_probabilities
 from coat_jax.models import Llama
 from coat_jax.models.protocol import require_capability
-from coat_jax.printable import counted
+from coat_jax.printable import amount
 
 
 class Score(NamedTuple):
@@ -60,7 +60,7 @@ def windows(tokens: Sequence[int], size: int) -> list[Passage]:
         raise UserError(f"A window of {size} tokens has no half: take 2 or more.")
     if len(tokens) < 2:
         raise UserError(
-            f"A text of {counted(len(tokens), 'token')} has nothing to score: the first token is "
+            f"A text of {amount(len(tokens), 'token')} has nothing to score: the first token is "
             "not scored, because none comes before it. Give 2 tokens or more."
         )
     stride = size // 2

@@ -27,7 +27,7 @@ from coat_jax.generation.sampling import Sampling, choose
 from coat_jax.models import Config, Llama
 from coat_jax.models.batches import NOT_NUMBERS, padded_length, padded_rows, require_known
 from coat_jax.models.protocol import require_capability
-from coat_jax.printable import counted
+from coat_jax.printable import amount
 from coat_jax.validation import Count, require
 
 CHUNK = 8
@@ -189,7 +189,7 @@ def require_prompts(
             raise UserError(f"{name} is empty: it has no tokens. Give at least one to continue.")
         if len(prompt) >= config.context:
             raise UserError(
-                f"{name} has {counted(len(prompt), 'token')}, and the model's "
+                f"{name} has {amount(len(prompt), 'token')}, and the model's "
                 f"context={config.context} must hold one more. Shorten it."
             )
         require_known(f"{name} has", prompt, config.vocab)

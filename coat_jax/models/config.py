@@ -20,7 +20,7 @@ from coat_jax import ops
 from coat_jax.errors import UserError
 from coat_jax.models.protocol import ModelConfig, Work
 from coat_jax.precision import precision_of
-from coat_jax.validation import Between, Count, shown
+from coat_jax.validation import Between, Count, brief
 
 # Far more than any model has, and few enough that the bytes of any array fit in 64 bits.
 Layers = Annotated[int, Between(least=1, most=10_000)]
@@ -93,7 +93,7 @@ class Config(ModelConfig):
             )
         if self.activation not in ops.ACTIVATIONS:
             raise UserError(
-                f"activation={shown(self.activation)} must be one of {', '.join(ops.ACTIVATIONS)}. "
+                f"activation={brief(self.activation)} must be one of {', '.join(ops.ACTIVATIONS)}. "
                 "To use a new one, add it to coat.ops.ACTIVATIONS first."
             )
 

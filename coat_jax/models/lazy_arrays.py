@@ -23,7 +23,7 @@ from coat_jax.models.config import Config
 from coat_jax.models.creation import abstract
 from coat_jax.models.llama import Llama
 from coat_jax.nn import MeshAxes
-from coat_jax.printable import counted
+from coat_jax.printable import amount
 
 PIECE = 64 << 20  # bytes, about
 
@@ -150,7 +150,7 @@ def _require_layers(config: Config, parameters: Parameters) -> None:
     there = len(numbers) or max((one.shape[0] for one in layers.values()), default=0)
     if there != config.layers:
         raise UserError(
-            f"This model does not match its config: it has {counted(there, 'layer')}, and "
+            f"This model does not match its config: it has {amount(there, 'layer')}, and "
             f"layers={config.layers:,}."
         )
 

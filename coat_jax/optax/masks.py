@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.tree_util import keystr
 
-from coat_jax.validation import shown
+from coat_jax.validation import brief
 
 Mask = Any | Callable[[optax.Params], Any]
 
@@ -59,7 +59,7 @@ def _require_booleans(name: str, tree: Any) -> None:
         is_bool = isinstance(flag, bool) or getattr(flag, "dtype", None) == jnp.bool_
         if not is_bool or np.shape(flag):
             raise TypeError(
-                f"{name}{keystr(path)}={shown(flag)} must be True or False: a mask is "
+                f"{name}{keystr(path)}={brief(flag)} must be True or False: a mask is "
                 "a tree of booleans, or a function from parameters to one."
             )
 

@@ -25,7 +25,7 @@ from coat_jax.ops.quantized import Activations
 from coat_jax.quantization import patterns
 from coat_jax.quantization.projections import paths_of
 from coat_jax.quantization.recipe import Scheme
-from coat_jax.validation import shown
+from coat_jax.validation import brief
 
 Json = dict[str, Any]
 
@@ -85,7 +85,7 @@ def from_json(data: Any, config: Config) -> dict[str, Scheme]:
     if not isinstance(data, Mapping) or data.get("quant_method") != METHOD:
         method = data.get("quant_method") if isinstance(data, Mapping) else data
         raise UserError(
-            f"config.json: quantization by {shown(method)} is not supported: coat_jax reads "
+            f"config.json: quantization by {brief(method)} is not supported: coat_jax reads "
             f"{METHOD}."
         )
     for entry in ("kv_cache_scheme", "sparsity_config", "transform_config"):
@@ -127,7 +127,7 @@ def _arguments(name: EightBits, strategy: str, *, dynamic: bool) -> Json:
 def _entry(name: str, group: Any, entry: str, kind: type) -> Any:
     value = group.get(entry) if isinstance(group, Mapping) else None
     if not isinstance(value, kind):
-        raise UserError(f"config.json: {ENTRY}.{name} has {entry}={shown(value)}.")
+        raise UserError(f"config.json: {ENTRY}.{name} has {entry}={brief(value)}.")
     return value
 
 
@@ -157,7 +157,7 @@ def _target(value: Any) -> _Target:
         pattern, ways = patterns.compiled(text.removeprefix("re:"))
     except ValueError as error:
         raise UserError(
-            f"config.json: {ENTRY} has the pattern {shown(text)}, which is not matched: {error}. "
+            f"config.json: {ENTRY} has the pattern {brief(text)}, which is not matched: {error}. "
             "Write a simpler one, or the names themselves."
         ) from None
     return _Target(text, 1, lambda module: pattern.match(module) is not None, ways)
@@ -169,7 +169,7 @@ def _require_few_ways(targets: Sequence[_Target]) -> None:
         worst = max(targets, key=lambda target: target.ways)
         raise UserError(
             f"config.json: {ENTRY} has patterns that could match a name in more than "
-            f"{patterns.MOST_WAYS:,} ways, {shown(worst.text)} in most of them. Write one with "
+            f"{patterns.MOST_WAYS:,} ways, {brief(worst.text)} in most of them. Write one with "
             "fewer quantifiers, or the names themselves."
         )
 

@@ -41,11 +41,10 @@ def use_cache(folder: str | None, note: Callable[[str], object] = warnings.warn)
             f"The compilation cache is {used}, not {path}: jax_compilation_cache_dir or "
             "JAX_COMPILATION_CACHE_DIR has been set."
         )
-    if not is_url(used) and (problem := why_unusable(Path(used))):
-        what = f"The compilation cache {used} cannot be used: {problem}."
+    if problem := why_unusable(used):
         if folder != FOLDER and not configured:
-            raise UserError(f"{what} Choose another --cache, or none: --cache none.")
-        note(f"{what} Every start compiles anew.")
+            raise UserError(f"{problem} Choose another --cache, or none: --cache none.")
+        note(f"{problem} Every start compiles anew.")
         return
     jax.config.update("jax_compilation_cache_dir", used)
     # See coat_jax.kernels.cache_key.
@@ -53,14 +52,17 @@ def use_cache(folder: str | None, note: Callable[[str], object] = warnings.warn)
 
 
 def is_url(folder: str) -> bool:
-    """Whether a folder is not in this machine's file system, as gs://bucket/cache."""
+    """Returns whether a folder is not in this machine's file system, as gs://bucket/cache."""
     return "://" in folder
 
 
-def why_unusable(folder: Path) -> str | None:
-    """Why a folder, which need not exist yet, cannot be written to; None if it seems writable."""
-    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-    called = "it" if there == folder else str(there)
-    if not there.is_dir():
-        return f"{called} is not a folder"
-    return None if os.access(there, os.W_OK | os.X_OK) else f"{called} is not writable"
+def why_unusable(folder: str) -> str | None:
+    """Returns why a folder, which need not exist yet, cannot be written to, or None."""
+    if is_url(folder):
+        return None
+    path = Path(folder)
+    there = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+        return None
+    lacks = "writable" if there.is_dir() else "a folder"
+    return f"The compilation cache {folder} cannot be used: {there} is not {lacks}."

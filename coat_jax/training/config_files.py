@@ -20,18 +20,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-
 from coat_jax import precision
 from coat_jax.errors import UserError
 from coat_jax.files import MissingFile, expand_user, require_regular
 from coat_jax.numerics.minifloat import Minifloat
 from coat_jax.training.config import TrainConfig
-from coat_jax.training.config.optimizer import function_name, is_optimizer
+from coat_jax.training.config.optimizer import is_optimizer
 from coat_jax.training.fields import default_of, fields, nearest_field, show
-from coat_jax.validation import shown
+from coat_jax.validation import brief
 
 FUNCTION = "config"
+UNKNOWN = re.compile(r"Config\.__init__\(\) got an unexpected keyword argument '(\w+)'")
 PACKAGE = Path(__file__).parents[1]
 # In a wheel they are in the package, in a checkout beside it. There the package may have a folder
 # of this name with nothing but old bytecode.
@@ -41,12 +40,7 @@ SHIPPED = {path.stem: path for path in sorted(CONFIGS.glob("*.py"))}
 
 
 def load_config(source: str) -> TrainConfig:
-    """Calls a function of a config file, and returns its config.
-
-    Args:
-        source: a Python file, or the name of a config that comes with the package. A suffix
-            `:function` calls another function than config().
-    """
+    """Calls a function of a config file, named as above, and returns its config."""
     file, _, function = source.partition(":")
     path, function = SHIPPED.get(file) or expand_user(file), function or FUNCTION
     if not file or not path.exists():
@@ -64,13 +58,15 @@ def load_config(source: str) -> TrainConfig:
     require_regular(path, "config file")
     try:
         names = runpy.run_path(str(path))
-        made = names[function]() if function in names else None
+        config = names[function]() if function in names else None
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         line = f":{lines[-1]}" if lines else ""
-        message = f"{type(error).__name__}: {error}"
-        raise UserError(f"{file}{line}: {message}{_hint(message)}") from error
+        unknown = UNKNOWN.search(str(error))
+        meant = unknown and nearest_field(unknown[1], [field.name for field in fields()])
+        hint = f". Did you mean {meant}?" if meant else ""
+        raise UserError(f"{file}{line}: {type(error).__name__}: {error}{hint}") from error
     if function not in names:
         own = [name for name, value in names.items() if inspect.isfunction(value)]
         raise UserError(
@@ -78,15 +74,15 @@ def load_config(source: str) -> TrainConfig:
             f"{', '.join(own) or 'none'}: choose one with {file}:NAME. `coat train llama_tiny "
             "--print-config` prints an example."
         )
-    if not isinstance(made, TrainConfig):
+    if not isinstance(config, TrainConfig):
         raise UserError(
-            f"{function}() of {file} returns {shown(made)}, and must return a TrainConfig."
+            f"{function}() of {file} returns {brief(config)}, and must return a TrainConfig."
         )
-    return made
+    return config
 
 
 def list_shipped() -> str:
-    """The configs that come with the package, each with the first line of its docstring."""
+    """Lists the configs that come with the package, each with its docstring's first line."""
     lines = []
     for name, path in SHIPPED.items():
         docstring = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "-"
@@ -94,47 +90,35 @@ def list_shipped() -> str:
     return "\n".join(lines)
 
 
-def _hint(message: str) -> str:
-    """After Python's error for an unknown argument of a config: the field that is meant."""
-    unknown = re.search(r"Config\.__init__\(\) got an unexpected keyword argument '(\w+)'", message)
-    near = nearest_field(unknown[1], [field.name for field in fields()]) if unknown else None
-    return f". Did you mean {near}?" if near else ""
-
-
 def source(config: TrainConfig) -> str:
-    """The text of a config file that makes this config, without fields that have their defaults."""
+    """Writes a config file that makes this config, without fields that have their defaults."""
     modules: dict[str, set[str]] = {}
     body = _expression(config, modules, " " * 4)
-    imports = [
-        f"from {module} import {', '.join(sorted(names))}"
+    imports = "".join(
+        f"from {module} import {', '.join(sorted(names))}\n"
         for module, names in sorted(modules.items())
-    ]
-    return "\n".join(
-        [*imports, "", "", f"def {FUNCTION}() -> TrainConfig:", f"    return {body}", ""]
     )
+    return f"{imports}\n\ndef {FUNCTION}() -> TrainConfig:\n    return {body}\n"
 
 
 def _expression(value: Any, modules: dict[str, set[str]], indent: str) -> str:
-    """The Python expression for a value; adds the classes that it needs to `modules`."""
-    if isinstance(value, precision.Precision) and show(value) in precision.PRESETS:
-        return repr(show(value))
-    if is_optimizer(value):
-        return f"..., # {function_name(value)}"
-    if isinstance(value, Mapping):
-        return f"..., # {show(value)}"
-    if isinstance(value, Minifloat):
-        return repr(value.name)
-    if not dataclasses.is_dataclass(value):
+    """Returns the Python expression for a value; adds the classes that it needs to `modules`."""
+    text = show(value)
+    if is_optimizer(value) or isinstance(value, Mapping):
+        return f"..., # {text}"
+    if isinstance(value, precision.Precision) and text in precision.PRESETS:
+        return repr(text)
+    if not dataclasses.is_dataclass(value) or isinstance(value, Minifloat):
         plain = value is None or isinstance(value, str | int | float | tuple)
-        return repr(value) if plain else repr(jnp.dtype(value).name)
-    kind = type(value)
+        return repr(value if plain else text)
+    kind, inner = type(value), indent + " " * 4
     modules.setdefault(_package_of(kind), set()).add(kind.__name__)
-    given = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    changed = {
-        f.name: given[f.name] for f in dataclasses.fields(value) if given[f.name] != default_of(f)
-    }
-    inner = indent + " " * 4
-    lines = [f"{inner}{name}={_expression(v, modules, inner)}," for name, v in changed.items()]
+    given = {field: getattr(value, field.name) for field in dataclasses.fields(value)}
+    lines = [
+        f"{inner}{field.name}={_expression(own, modules, inner)},"
+        for field, own in given.items()
+        if own != default_of(field)
+    ]
     return "\n".join([f"{kind.__name__}(", *lines, f"{indent})"]) if lines else f"{kind.__name__}()"
 
 

@@ -15,7 +15,7 @@ from coat_jax.errors import UserError
 from coat_jax.models import Batch, ModelConfig
 from coat_jax.training.data import DataConfig, Rows, rows_of
 from coat_jax.training.data.sources import Split
-from coat_jax.validation import shown
+from coat_jax.validation import brief
 
 
 class Family(NamedTuple):
@@ -61,7 +61,7 @@ def name_of(config: Any) -> str:
             return name
     known = ", ".join(f"{family.config.__name__} ({name})" for name, family in FAMILIES.items())
     raise UserError(
-        f"model={shown(config)} must be the config of a model that the trainer knows: {known}. "
+        f"model={brief(config)} must be the config of a model that the trainer knows: {known}. "
         "Published ones have names: models.config_of('llama2_7b')."
     )
 
@@ -76,5 +76,5 @@ def from_json(data: Any, where: str) -> ModelConfig:
     fields = dict(data) if isinstance(data, dict) else {}
     name = fields.pop("family", None)
     if name not in FAMILIES:
-        raise UserError(f"{where} has family={shown(name)}, and must have {' or '.join(FAMILIES)}.")
+        raise UserError(f"{where} has family={brief(name)}, and must have {' or '.join(FAMILIES)}.")
     return validation.from_json(FAMILIES[name].config, fields, where)

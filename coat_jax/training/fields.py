@@ -8,7 +8,7 @@ import difflib
 import inspect
 import re
 import typing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -76,35 +76,38 @@ class Field(NamedTuple):
     value: Any
 
 
-def fields(config: TrainConfig | None = None) -> list[Field]:
-    """All fields, each nested config before its own fields; with values if `config` is given."""
-    return list(_walk(TrainConfig, config, ""))
+def fields(config: Any = None, kind: Any = TrainConfig, prefix: str = "") -> list[Field]:
+    """Returns all fields of a config of this kind, and those of each nested config after it.
 
-
-def _walk(kind: Any, config: Any, prefix: str) -> Iterator[Field]:
+    They have values if `config` is given, and `prefix` stands before their names.
+    """
     hints, sentences = typing.get_type_hints(kind), _sentences(kind)
-    for field in dataclasses.fields(kind):
-        name = prefix + field.name
+    own: list[Field] = []
+    groups: list[Field] = []
+    for one in dataclasses.fields(kind):
+        name = prefix + one.name
         if name in SET_BY_MESH:
             continue
-        annotation = USUAL.get(name, hints[field.name])
-        value = default_of(field) if config is None else getattr(config, field.name)
+        value = default_of(one) if config is None else getattr(config, one.name)
+        annotation = USUAL.get(name, hints[one.name])
         group = dataclasses.is_dataclass(annotation)
-        yield Field(name, annotation, sentences.get(field.name, ""), group, value)
+        listed = groups if group else own
+        listed.append(Field(name, annotation, sentences.get(one.name, ""), group, value))
         if dataclasses.is_dataclass(value) and not isinstance(value, Minifloat):
-            yield from _walk(type(value), value, f"{name}.")
+            listed += fields(value, type(value), f"{name}.")
         elif group:
-            yield from _walk(annotation, None, f"{name}.")
+            listed += fields(None, annotation, f"{name}.")
+    return own + groups
 
 
 def default_of(field: Any) -> Any:
-    """The default of a field; MISSING if it has none."""
+    """Returns the default of a field; MISSING if it has none."""
     made = field.default_factory is not dataclasses.MISSING
     return field.default_factory() if made else field.default
 
 
 def _sentences(kind: Any) -> dict[str, str]:
-    """What the Attributes sections of a class and of its bases say about each field."""
+    """Returns the sentences on fields in the Attributes sections of a class and of its bases."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         section = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2]
@@ -114,7 +117,7 @@ def _sentences(kind: Any) -> dict[str, str]:
 
 
 def nearest_field(name: str, known: Collection[str]) -> str | None:
-    """The path that an unknown name probably means: by another trainer's name, or by spelling."""
+    """Returns the path that an unknown name means, by another trainer's name or by spelling."""
     meant = {other: path for other, path in FIELD_OF.items() if path in known}
     meant |= {path.rpartition(".")[2]: path for path in known} | {path: path for path in known}
     last = name.rpartition(".")[2]
@@ -123,7 +126,7 @@ def nearest_field(name: str, known: Collection[str]) -> str | None:
 
 
 def show(value: Any) -> str:
-    """A value in the form that the command line takes."""
+    """Returns a value in the form that the command line takes."""
     if value is None or isinstance(value, str | int | float):
         return repr(value) if "\n" in str(value) else str(value)
     if isinstance(value, precision.Precision):

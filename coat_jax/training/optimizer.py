@@ -24,7 +24,7 @@ from coat_jax.training.config import TrainConfig
 from coat_jax.training.config.optimizer import function_name, is_transformation
 from coat_jax.training.schedule import learning_rate
 from coat_jax.training.stages import with_gradient_norm
-from coat_jax.validation import shown
+from coat_jax.validation import brief
 
 
 def make_optimizer(config: TrainConfig) -> FusedOptimizer:
@@ -73,7 +73,7 @@ def _transformation(config: TrainConfig) -> optax.GradientTransformation:
         ) from error
     if not is_transformation(made):
         raise UserError(
-            f"optimizer.transformation returns {shown(made)}, which is not an optax "
+            f"optimizer.transformation returns {brief(made)}, which is not an optax "
             "transformation. Return one, as in lambda schedule: optax.lion(schedule)."
         )
     return made

@@ -51,8 +51,9 @@ def test_a_folder_that_cannot_be_written_is_refused_unless_nobody_chose_it(
 ):
     """A home that cannot be written must not end a run."""
     (tmp_path / "file").touch()
-    for folder, problem in (("file", "it is not a folder"), ("file/x", ".*/file is not a folder")):
-        with pytest.raises(UserError, match=f"{folder} cannot be used: {problem}.*--cache none"):
+    for folder in ("file", "file/x"):
+        problem = f"{folder} cannot be used: .*/file is not a folder.*--cache none"
+        with pytest.raises(UserError, match=problem):
             compilation_cache.use_cache(str(tmp_path / folder))
     monkeypatch.setattr(compilation_cache, "FOLDER", str(tmp_path / "file" / "xla"))
     notes = []
@@ -77,7 +78,7 @@ def test_a_folder_that_jax_was_given_before_is_used_and_named(tmp_path, no_cache
     (tmp_path / "file").touch()
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "file"))
     compilation_cache.use_cache(compilation_cache.FOLDER, note=notes.append)
-    assert "file cannot be used: it is not a folder. Every start compiles anew." in notes[-1]
+    assert "file is not a folder. Every start compiles anew." in notes[-1]
 
 
 def test_a_url_is_passed_to_jax_and_an_empty_setting_of_jax_names_no_folder(

@@ -95,7 +95,7 @@ def test_a_format_is_named_as_in_code(name):
         ("--optimizer adamw", "--optimizer is a group of fields: --optimizer.name, .*, ..."),
         ("--rotary 1", "--rotary is a group of fields: --model.rotary.theta"),
         ("total_steps 3", "'total_steps' follows no --field: write --field value"),
-        ("--total_steps", "--total_steps: expected one argument"),
+        ("--total_steps", "--total_steps needs a value: write --field value"),
         ("--total_steps 3 4", "'4' follows no --field"),
         ("--total_steps 3.5", "total_steps='3.5' must be a whole number"),
         ("--learning_rate high", "optimizer.learning_rate='high' must be a number above 0"),
@@ -185,7 +185,7 @@ def test_help_explains_every_field_with_its_value():
     for field in fields(SMALL):
         assert field.sentence, field.name
         if not field.group:
-            assert f"\n  --{field.name} " in text
+            assert re.search(rf"\n  --{field.name}[ \n]", text)
     for part in (
         "--optimizer.learning_rate 0.003\n        the highest learning rate, reached",
         "--model.precision bf16\n        what is FP8",
@@ -193,7 +193,7 @@ def test_help_explains_every_field_with_its_value():
         "model:\n  what is trained.\n",
     ):
         assert part in text
-    assert "--model.vocab \n" in explain(fields())
+    assert "--model.vocab\n" in explain(fields())
     lines = [line for line in text.splitlines() if not line.startswith("  --")]
     assert max(map(len, lines)) <= 88
 
@@ -251,6 +251,7 @@ def test_a_file_may_have_several_configs(tmp_path):
         ("x = 1\n", r"no function config\(\) .* are none: .*--print-config"),
         ("def config():\n    return 3\n", r"config\(\) of .* returns 3, and"),
         ("def config():\n    return 1 / 0\n", "some.py:2: ZeroDivisionError"),
+        ("def config():\n    raise SystemExit(3)\n", "some.py:2: SystemExit: 3"),
         ("def config(:\n", "some.py.*SyntaxError"),
         ("import nothing_there\n", "some.py:1: ModuleNotFoundError"),
     ],

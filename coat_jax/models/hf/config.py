@@ -14,7 +14,7 @@ from coat_jax.errors import UserError
 from coat_jax.models.config import Config
 from coat_jax.ops import Llama3Scaling, Rotary
 from coat_jax.precision import BF16
-from coat_jax.validation import CountOrZero, annotations, require, shown
+from coat_jax.validation import CountOrZero, annotations, brief, require
 
 Json = Mapping[str, Any]
 
@@ -84,7 +84,7 @@ def from_json(data: Json) -> Config:
     for name, allowed in REQUIRED.items():
         if data.get(name) not in allowed:
             raise UserError(
-                f"config.json has {name}={shown(data[name])}, which coat_jax does not support: it "
+                f"config.json has {name}={brief(data[name])}, which coat_jax does not support: it "
                 f"can only be {' or '.join(repr(value) for value in allowed)}."
             )
     lacks_key_heads = "num_key_value_heads" not in data
@@ -121,7 +121,7 @@ def _family(data: Json) -> Family:
     name = names[0] if isinstance(names, list) else names
     if not isinstance(name, str) or name not in FAMILIES:
         raise UserError(
-            f"config.json names the architecture {shown(name)}. There are {', '.join(FAMILIES)}."
+            f"config.json names the architecture {brief(name)}. There are {', '.join(FAMILIES)}."
         )
     return FAMILIES[name]
 
@@ -145,7 +145,7 @@ def _dtype(data: Json) -> Any:
     name = given[0] if given else "float32"
     if name not in DTYPES:
         raise UserError(
-            f"config.json: dtype={shown(name)} must be one of {', '.join(DTYPES)}. Load the model "
+            f"config.json: dtype={brief(name)} must be one of {', '.join(DTYPES)}. Load the model "
             "with transformers, and save it in one of these."
         )
     return jnp.dtype(name)
@@ -165,7 +165,7 @@ def _rotary(data: Json) -> Rotary:
         )
     if rope.get("partial_rotary_factor", 1) != 1:
         raise UserError(
-            f"config.json has partial_rotary_factor={shown(rope['partial_rotary_factor'])}, and "
+            f"config.json has partial_rotary_factor={brief(rope['partial_rotary_factor'])}, and "
             "coat_jax rotates whole heads."
         )
     if kind == "default":
@@ -186,7 +186,7 @@ def _rotary(data: Json) -> Rotary:
         )
         return Rotary(float(theta), scaling)
     raise UserError(
-        f"config.json scales rotary positions by {shown(kind)}, and coat_jax has default, linear "
+        f"config.json scales rotary positions by {brief(kind)}, and coat_jax has default, linear "
         "and llama3."
     )
 
@@ -196,7 +196,7 @@ def _object(data: Json, name: str) -> Json:
     value = data.get(name)
     if value is not None and not isinstance(value, Mapping):
         raise UserError(
-            f"config.json scales rotary positions by {shown(value)}: {name} must be an object, or "
+            f"config.json scales rotary positions by {brief(value)}: {name} must be an object, or "
             "null for no scaling."
         )
     return value or {}
@@ -254,7 +254,7 @@ def _layer_types(data: Json, window: int | None, layers: int, *, mistral: bool) 
         return [FULL if i < first else SLIDING for i in range(layers)]
     if not isinstance(kinds, list) or any(kind not in (FULL, SLIDING) for kind in kinds):
         raise UserError(
-            f"config.json: layer_types={shown(kinds)} must be a list of {FULL} and {SLIDING}."
+            f"config.json: layer_types={brief(kinds)} must be a list of {FULL} and {SLIDING}."
         )
     if len(kinds) != layers:
         raise UserError(
@@ -292,7 +292,7 @@ def to_json(config: Config, dtype: Any) -> dict[str, Any]:
     named = [theirs for theirs, ours in ACTIVATION_NAMES.items() if ours == config.activation]
     if not named:
         raise UserError(
-            f"transformers cannot compute activation={shown(config.activation)}: a model to be "
+            f"transformers cannot compute activation={brief(config.activation)}: a model to be "
             f"exported has one of {', '.join(dict.fromkeys(ACTIVATION_NAMES.values()))}."
         )
     data: dict[str, Any] = {"architectures": [architecture], "model_type": family.model_type}

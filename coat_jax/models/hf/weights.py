@@ -37,7 +37,7 @@ from coat_jax.models.lazy_arrays import Index, LazyArray, Name, Parameters
 from coat_jax.models.llama import Llama
 from coat_jax.models.protocol import require_capability
 from coat_jax.nn import MeshAxes
-from coat_jax.printable import counted
+from coat_jax.printable import amount
 
 FILE_BYTES = 5 * 10**9
 
@@ -190,7 +190,7 @@ def require_layers(tensors: Tensors, config: Config) -> None:
     there = len({number for number in numbers if number is not None})
     if there != config.layers:
         raise UserError(
-            f"{tensors.folder} has the tensors of {counted(there, 'layer')}, and its config.json "
+            f"{tensors.folder} has the tensors of {amount(there, 'layer')}, and its config.json "
             f"or the Config describes a model of {config.layers:,}."
         )
 

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from coat_jax.kernels.adam import Hyper, Number
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.storage import DIRECTION, Storage
-from coat_jax.validation import Seed, require, shown
+from coat_jax.validation import Seed, brief, require
 
 RANGES = {
     "learning_rate": (0.0, float("inf")),
@@ -83,7 +83,7 @@ def value_at(name: str, value: optax.ScalarOrSchedule, count: ArrayLike) -> Numb
         now = jnp.asarray(now)
     if not _is_scalar(now):
         raise TypeError(
-            f"{name}(count)={shown(now)} must be a number. A schedule returns one number for each "
+            f"{name}(count)={brief(now)} must be a number. A schedule returns one number for each "
             "step: a float, or a real array of shape ()."
         )
     return now
@@ -105,7 +105,7 @@ def require_scalar(name: str, value: Any) -> None:
     """Raises unless `value` is a real scalar."""
     if not _is_scalar(value):
         also = " or a schedule (a function of the step count)" if _may_be_schedule(name) else ""
-        raise TypeError(f"{name}={shown(value)} must be a number{also}.")
+        raise TypeError(f"{name}={brief(value)} must be a number{also}.")
 
 
 def require_flag(name: str, value: Any) -> None:
@@ -114,7 +114,7 @@ def require_flag(name: str, value: Any) -> None:
         return
     if getattr(value, "shape", None) != () or value.dtype != bool:
         raise TypeError(
-            f"{name}={shown(value)} must be True, False or one boolean in an array of shape ()."
+            f"{name}={brief(value)} must be True, False or one boolean in an array of shape ()."
         )
 
 
@@ -127,30 +127,30 @@ def require_settings(
 ) -> None:
     """Raises unless these arguments have the right types and all `flags` are booleans."""
     if storage is not None and not isinstance(storage, Storage):
-        raise TypeError(f"storage={shown(storage)} must be a coat_jax.Storage, or None.")
+        raise TypeError(f"storage={brief(storage)} must be a coat_jax.Storage, or None.")
     if implementation not in (None, *get_args(Implementation)):
         raise ValueError(f'implementation must be None, "xla" or "triton", not {implementation!r}.')
     if mu_dtype is not None:
         raise ValueError(
-            f"mu_dtype={shown(mu_dtype)}: the first moment is stored in 8 bits. Leave mu_dtype "
+            f"mu_dtype={brief(mu_dtype)}: the first moment is stored in 8 bits. Leave mu_dtype "
             "out; storage=coat_jax.Storage(first=...) chooses among the formats."
         )
     for name, value in flags.items():
         if not isinstance(value, bool | np.bool_):
-            raise TypeError(f"{name}={shown(value)} must be True or False.")
+            raise TypeError(f"{name}={brief(value)} must be True or False.")
 
 
 def require_seed(seed: Any) -> None:
     """Raises unless `seed` is a whole number of 32 bits."""
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
-        raise TypeError(f"seed={shown(seed)} must be a whole number.")
+        raise TypeError(f"seed={brief(seed)} must be a whole number.")
     require("seed", seed, Seed)
 
 
 def require_step_number(step: Any) -> None:
     """Raises unless `step` is a whole number: a Python one, or a scalar of an integer dtype."""
     if not _is_scalar(step) or not jnp.issubdtype(jnp.result_type(step), jnp.integer):
-        raise TypeError(f"step={shown(step)} must be a whole number: the count of the steps.")
+        raise TypeError(f"step={brief(step)} must be a whole number: the count of the steps.")
 
 
 def is_function(value: Any) -> bool:

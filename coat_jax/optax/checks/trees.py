@@ -11,7 +11,7 @@ import optax
 from coat_jax.numerics.expansion import Expanded
 from coat_jax.numerics.qtensor import scales_shape
 from coat_jax.storage import Storage
-from coat_jax.validation import shown
+from coat_jax.validation import brief
 
 
 def dtype_of(leaf: Any) -> Any:
@@ -74,7 +74,7 @@ def require_transformation(name: str, tx: Any) -> optax.GradientTransformation:
 
 def described(optimizer: Any) -> str:
     """How errors describe a value passed as an optimizer: by its class if it is one."""
-    return f"a {type(optimizer).__name__}" if hasattr(optimizer, "init") else shown(optimizer)
+    return f"a {type(optimizer).__name__}" if hasattr(optimizer, "init") else brief(optimizer)
 
 
 def require_state_of(kind: type, state: Any, advice: str = "Make it with init(params).") -> None:

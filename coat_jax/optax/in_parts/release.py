@@ -24,7 +24,7 @@ from coat_jax.kernels.adam import Number
 from coat_jax.optax.clipping import global_norm
 from coat_jax.optax.fused import FusedOptimizer, require_step
 from coat_jax.optax.in_parts.parts import Parts
-from coat_jax.validation import shown
+from coat_jax.validation import brief
 
 
 class Stage(NamedTuple):
@@ -142,7 +142,7 @@ def _require_stages(stages: Any) -> None:
     if isinstance(stages, list | tuple) and all(isinstance(stage, Stage) for stage in stages):
         return
     raise TypeError(
-        f"stages={shown(stages)} must be a list or tuple of coat_jax.optax.Stage, from the model's "
+        f"stages={brief(stages)} must be a list or tuple of coat_jax.optax.Stage, from the model's "
         "input to its loss."
     )
 

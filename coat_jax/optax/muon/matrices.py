@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from optax.contrib import MuonDimensionNumbers
 
 from coat_jax.errors import UserError
-from coat_jax.validation import shown
+from coat_jax.validation import brief
 
 # A tree with MuonDimensionNumbers, or None where there is no matrix, for each leaf or for whole
 # subtrees; or a function from parameters to such a tree.
@@ -185,7 +185,7 @@ def numbers_of_leaves(numbers: DimensionNumbers, tree: Any) -> list[MuonDimensio
         entry = next((entries[prefix] for prefix in prefixes if prefix in entries), "nothing")
         if not is_entry(entry):
             raise ValueError(
-                f"muon_weight_dimension_numbers say {shown(entry)} of {jax.tree_util.keystr(path)} "
+                f"muon_weight_dimension_numbers say {brief(entry)} of {jax.tree_util.keystr(path)} "
                 f"of shape {jnp.shape(leaf)}. They are a tree like the parameters, or a function "
                 "from these to one, with MuonDimensionNumbers for a matrix and None for others."
             )

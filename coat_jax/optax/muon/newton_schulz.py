@@ -30,7 +30,7 @@ from coat_jax.kernels.sharding import run_sharded
 from coat_jax.numerics.explicit_axes import joined, shard_inside, spec
 from coat_jax.numerics.formats import SMALLEST_NORMAL
 from coat_jax.numerics.mesh_axes import automatic_mesh
-from coat_jax.validation import shown
+from coat_jax.validation import brief
 
 Coefficients = tuple[float, float, float] | tuple[tuple[float, float, float], ...]
 Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
@@ -150,7 +150,7 @@ def require_arguments(preconditioning: str, ns_dtype: Any) -> None:
     is_array = isinstance(ns_dtype, np.generic | np.ndarray | jax.Array)
     if is_array or jnp.dtype(ns_dtype) not in NS_DTYPES:
         raise ValueError(
-            f"ns_dtype={shown(ns_dtype)} must be bfloat16 or float32; other floats have a smaller "
+            f"ns_dtype={brief(ns_dtype)} must be bfloat16 or float32; other floats have a smaller "
             "range than gradients. (optax.inject_hyperparams makes an array of it: pass it "
             'static_args=("ns_steps", "ns_dtype").)'
         )

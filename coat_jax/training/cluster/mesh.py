@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from coat_jax.errors import UserError
-from coat_jax.printable import counted
+from coat_jax.printable import amount
 from coat_jax.training.config import MeshConfig, TrainConfig
 from coat_jax.training.config.run import BATCH_AXES
 
@@ -28,7 +28,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         described = ", ".join(f"{name}={size}" for name, size in zip(NAMES, sizes, strict=True))
         raise UserError(
             f"A mesh of {described} needs {'a multiple of ' if -1 in sizes else ''}"
-            f"{counted(named, 'device')}, and JAX finds {len(devices)}. Change its sizes, or make "
+            f"{amount(named, 'device')}, and JAX finds {len(devices)}. Change its sizes, or make "
             "one of them -1: what is left."
         )
     sizes = [len(devices) // named if size == -1 else size for size in sizes]

@@ -8,7 +8,7 @@ import optax
 
 from coat_jax.errors import UserError
 from coat_jax.optax.checks.arguments import least_b2
-from coat_jax.validation import Between, CountOrZero, Share, require_fields, shown
+from coat_jax.validation import Between, CountOrZero, Share, brief, require_fields
 
 OptimizerName = Literal["fp8_adamw", "adamw"]
 Moments = Literal["directions", "expanded", "paper"]
@@ -95,7 +95,7 @@ class OptimizerConfig:
         require_fields(self, "optimizer.")
         if self.transformation is not None and not is_optimizer(self.transformation):
             raise UserError(
-                f"optimizer.transformation={shown(self.transformation)} is neither an optax "
+                f"optimizer.transformation={brief(self.transformation)} is neither an optax "
                 "transformation nor a function that makes one from a schedule, as in lambda "
                 "schedule: optax.lion(schedule)."
             )

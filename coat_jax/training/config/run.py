@@ -26,7 +26,7 @@ from coat_jax.training.config.parts import (
 )
 from coat_jax.training.data import DataConfig
 from coat_jax.training.families import family_of
-from coat_jax.validation import Count, Seed, require_fields, shown
+from coat_jax.validation import Count, Seed, brief, require_fields
 
 WriterName = Literal["tensorboard", "wandb"]
 Metric: TypeAlias = Callable[[Any], Any]
@@ -108,7 +108,7 @@ class TrainConfig:
             object.__setattr__(self, "optimizer", OptimizerConfig(transformation=given))
         data = family_of(self.model).data
         if not isinstance(self.data, data):
-            raise UserError(f"data={shown(self.data)} must be a {data.__name__}.")
+            raise UserError(f"data={brief(self.data)} must be a {data.__name__}.")
         require_fields(self)
         self.optimizer.require_fitting(self.total_steps)
         if self.steps_in_bf16 > self.total_steps:
@@ -155,7 +155,7 @@ class TrainConfig:
         for name, measure in self.metrics.items():
             if not isinstance(name, str) or not callable(measure) or isinstance(measure, type):
                 raise UserError(
-                    f"metrics={{{name!r}: {shown(measure)}}} must be a function of a step."
+                    f"metrics={{{name!r}: {brief(measure)}}} must be a function of a step."
                 )
             if name in LOGGED or "/" in name:
                 raise UserError(

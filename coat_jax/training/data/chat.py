@@ -23,7 +23,7 @@ from coat_jax.tokenizers import OTHER_TEXT, AnyTokenizer
 from coat_jax.training.data.packing import Documents
 from coat_jax.training.data.paths import listed
 from coat_jax.training.data.tokenizing import encode, records
-from coat_jax.validation import shown
+from coat_jax.validation import brief
 
 ROLES = ("system", "user", "assistant")
 LEARNED = "assistant"
@@ -121,7 +121,7 @@ def _messages(path: Path) -> Iterator[Message]:
         if not isinstance(messages, list) or not messages:
             raise UserError(
                 f'{place} has no "messages" that are a list of at least one; its keys are '
-                f"{shown(sorted(record))}."
+                f"{brief(sorted(record))}."
             )
         found = [_message(place, message, number == 0) for number, message in enumerate(messages)]
         if not any(message.learned for message in found):
@@ -143,10 +143,10 @@ def _message(place: str, message: Any, begins: bool) -> Message:
     if not isinstance(content, str) or role not in ROLES:
         raise UserError(
             f'{place}: a message is {{"role": ..., "content": "..."}} with one of the roles '
-            f"{ROLES}, not {shown(message)}."
+            f"{ROLES}, not {brief(message)}."
         )
     if weight not in ((None, 0, 1) if role == LEARNED else (None, 0)):
         raise UserError(
-            f"{place}: weight={shown(weight)} must be 0, or 1 in a message of the {LEARNED}."
+            f"{place}: weight={brief(weight)} must be 0, or 1 in a message of the {LEARNED}."
         )
     return Message(role, content, role == LEARNED and weight != 0, begins, place)

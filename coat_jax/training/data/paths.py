@@ -10,7 +10,7 @@ from pathlib import Path
 
 from coat_jax.errors import UserError
 from coat_jax.files import MissingFile, expand_user, require_regular
-from coat_jax.printable import counted
+from coat_jax.printable import amount
 
 TOKENS, CHAT = (".npy", ".bin"), ".jsonl"
 
@@ -39,7 +39,7 @@ def are_tokens(paths: list[Path]) -> bool:
 
 def listed(paths: list[Path]) -> str:
     """The first of these files by its name, and how many others there are."""
-    others = counted(len(paths) - 1, "other file")
+    others = amount(len(paths) - 1, "other file")
     return str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {others}"
 
 

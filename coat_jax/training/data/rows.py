@@ -23,7 +23,7 @@ from jaxtyping import Int32
 from coat_jax.errors import UserError
 from coat_jax.models import Batch
 from coat_jax.models.batches import IGNORED
-from coat_jax.printable import counted
+from coat_jax.printable import amount
 from coat_jax.training.data.stream import Stream
 
 
@@ -72,7 +72,7 @@ class TextRows(Rows):
         """See `Rows`."""
         text = f"{self.tokens:,} tokens in {len(self):,} rows of {self.sequence:,}"
         if self.truncated:
-            text += f"; truncated to that length: {counted(self.truncated, 'document')}"
+            text += f"; truncated to that length: {amount(self.truncated, 'document')}"
         return text
 
     @property

@@ -19,7 +19,7 @@ from coat_jax.training.data.rows import TextRows, Windows
 from coat_jax.training.data.stream import Stream, part_in_memory
 from coat_jax.training.data.token_files import open_files, sidecar_of
 from coat_jax.training.data.tokenizing import in_memory, require_small
-from coat_jax.validation import shown
+from coat_jax.validation import brief
 
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -62,7 +62,7 @@ def rows_of(
 ) -> TextRows:
     """The rows of one split; for the arguments see `load`."""
     if split not in SPLITS:
-        raise UserError(f"There is no split {shown(split)}: use {' or '.join(map(repr, SPLITS))}.")
+        raise UserError(f"There is no split {brief(split)}: use {' or '.join(map(repr, SPLITS))}.")
     _require_apart(config)
     _require_one_tokenizer(config)
     patterns = config.train

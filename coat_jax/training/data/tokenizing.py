@@ -28,7 +28,7 @@ from coat_jax.files import parse_json, utf8_failures
 from coat_jax.tokenizers import AnyTokenizer
 from coat_jax.training.data.paths import CHAT, listed
 from coat_jax.training.data.token_files import SIDECAR
-from coat_jax.validation import shown
+from coat_jax.validation import brief
 from coat_jax.writing import atomic_folder, full_disk, require_new_folder
 
 COMMAND = "coat tokenize"
@@ -98,7 +98,7 @@ def encode(
 def _text_of(record: dict[str, Any], place: str) -> str:
     if not isinstance(text := record.get("text"), str):
         chat = " For conversations, set --data.kind chat." if "messages" in record else ""
-        keys = shown(sorted(record))
+        keys = brief(sorted(record))
         raise UserError(f'{place} has no "text" that is a string; its keys are {keys}.{chat}')
     return text
 

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from coat_jax import writing
 from coat_jax.errors import UserError
 from coat_jax.files import require_regular
-from coat_jax.printable import counted, printable
+from coat_jax.printable import amount, printable
 from coat_jax.training.config.run import LOGGED
 from coat_jax.training.report import metrics
 from coat_jax.training.report.chart import CHART, LINES, PALE
@@ -60,7 +60,7 @@ def load(paths: Sequence[Path], names: Sequence[str] = (), over: str = "steps") 
     """Reads runs from their folders, whose names they have by default."""
     if names and len(names) != len(paths):
         raise UserError(
-            f"{counted(len(names), 'name')} for {counted(len(paths), 'run')}: name all or none."
+            f"{amount(len(names), 'name')} for {amount(len(paths), 'run')}: name all or none."
         )
     files = [path / metrics.FILE if path.is_dir() else path for path in paths]
     folders = [file.resolve().parent.name for file in files]

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from coat_jax.errors import UserError
-from coat_jax.printable import counted
+from coat_jax.printable import amount
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.report.metrics import Metrics
 from coat_jax.training.report.progress import Progress
@@ -127,7 +127,7 @@ class Recorder:
         changed = "only layers whose gradients are finite" if released else "nothing"
         if new and not (in_row_before and self._in_row):
             self._progress.note(
-                f"step {step:,}: since the last record {counted(new, 'step')} had no finite loss "
+                f"step {step:,}: since the last record {amount(new, 'step')} had no finite loss "
                 f"and gradients, and changed {changed}; {skipped:,} so far."
             )
         nothing_learned = skipped == step == self._config.total_steps
