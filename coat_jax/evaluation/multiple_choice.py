@@ -23,7 +23,7 @@ from coat_jax.evaluation.likelihood import OnProgress, Passage, log_probabilitie
 from coat_jax.files import lines_of, parse_json, read_text
 from coat_jax.models import Config, Llama
 from coat_jax.models.batches import require_known
-from coat_jax.tokenizers import AnyTokenizer, begun_with
+from coat_jax.tokenizers import AnyTokenizer, begin_with
 from coat_jax.validation import shown
 
 QUANTILE = 1.959964  # of the normal distribution, for 95 %
@@ -85,7 +85,7 @@ def read(
             where = f"{path}:{number}"
             question, choices, answer = _fields(where, parse_json(line, where))
             alone, *both = (
-                begun_with(begin, tokenizer.encode_markers(text).tolist())
+                begin_with(begin, tokenizer.encode_markers(text).tolist())
                 for text in (question, *(_joined(question, choice) for choice in choices))
             )
             passages, left_out = _passages(where, alone, both, config)

@@ -22,9 +22,16 @@ THREADS, BATCHES_AHEAD = 4, 8
 class Loader:
     """An iterator over one process's parts of the batches.
 
+    Args:
+        rows: see `rows_of`.
+        batch: rows in a batch, of all processes together.
+        seed: of the order of the rows.
+        process: the number of this process among those that read different rows.
+        processes: how many there are.
+        epochs: how often all data is read, with the last batch padded; None continues without end.
+
     Attributes:
         rows: the number of rows in an epoch.
-        batches: the number of batches in all epochs; None without end.
         digest: names the data and how it is split into rows.
         end_of_text: the token that ends a document, if one is known.
         description: of the data, for the terminal.
@@ -41,7 +48,6 @@ class Loader:
         processes: int = 1,
         epochs: int | None = None,
     ):
-        """See `load`."""
         import grain
 
         if batch < 1 or batch % processes:
@@ -50,7 +56,6 @@ class Loader:
                 f"of {processes}."
             )
         self.rows, self.example = len(rows), rows[0]
-        self.batches = None if epochs is None else -(-len(rows) * epochs // batch)
         self.digest, self.end_of_text = rows.digest, rows.end_of_text
         self.description = rows.description
         if epochs is None and batch > len(rows):

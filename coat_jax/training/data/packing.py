@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int, Int64, UInt
 
 from coat_jax.models import Batch
 from coat_jax.models.batches import IGNORED
-from coat_jax.training.data.rows import TextRows, padded, short_hash
+from coat_jax.training.data.rows import TextRows, pad, short_hash
 
 
 class Documents(NamedTuple):
@@ -78,7 +78,7 @@ class Packed(TextRows):
     def __getitem__(self, row: int) -> Batch:
         parts = [self._document(d, segment) for segment, d in enumerate(self._plan[row], 1)]
         joined = Batch(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
-        return padded(joined, self.sequence)
+        return pad(joined, self.sequence)
 
     def _document(self, number: int, segment: int) -> Batch:
         """One document, its last token without a label."""

@@ -114,49 +114,56 @@ NEEDED = "must have {role}, {content} and {end}"
 
 
 @pytest.mark.parametrize(
-    ("template", "named"),
+    ("template", "message"),
     [
         ("", NEEDED),
-        ("{role}{content}", NEEDED),
         ("{content}{role}{end}", NEEDED),
         ("{role}{role}{content}{end}", NEEDED),
         (r"<{role}>\n{content}{end}", "a backslash and an n where a new line must be meant"),
     ],
 )
-def test_a_template_without_its_parts_is_refused(template, named):
-    with pytest.raises(UserError, match=named):
+def test_a_template_without_its_parts_is_refused(template, message):
+    with pytest.raises(UserError, match=message):
         parts_of(template)
 
 
+NO_MESSAGES = 'no "messages" that are a list of at least one; its keys are '
+NOT_A_MESSAGE = 'a message is .* one of the roles .* perhaps "weight": 0, or 1 of the assistant'
+
+
 @pytest.mark.parametrize(
-    ("record", "named"),
+    ("record", "message"),
     [
-        (
-            {"text": "x"},
-            r'no "messages" that are a list of at least one; its keys are \[\'text\'\]',
+        ({"text": "x"}, rf"{NO_MESSAGES}\['text'\]"),
+        ({"messages": {}}, NO_MESSAGES),
+        *(
+            ({"messages": [message]}, NOT_A_MESSAGE)
+            for message in (
+                "x",
+                {"role": "user"},
+                {"role": "bot", "content": "x"},
+                ANSWER | {"weight": 0.5},
+                ANSWER | {"role": "user", "weight": 1},
+            )
         ),
-        ({"messages": {}}, 'no "messages" that are a list'),
-        ({"messages": ["x"]}, "a message is"),
-        ({"messages": [{"role": "user"}]}, "a message is"),
-        ({"messages": [{"role": "bot", "content": "x"}]}, "with one of the roles"),
         ({"messages": [{"role": "user", "content": "x"}]}, "no message of the assistant"),
         ({"messages": [ANSWER | {"weight": 0}]}, "or all have weight 0: nothing can be learned"),
-        ({"messages": [ANSWER | {"weight": 0.5}]}, "weight=0.5 must be 0, or 1 in a message of"),
-        ({"messages": [ANSWER | {"role": "user", "weight": 1}]}, "weight=1 must be 0, or 1"),
         ({"messages": [ANSWER | {"reasoning_content": "r"}]}, "has reasoning_content, which"),
         ({"messages": [ANSWER | {"content": None, "tool_calls": [1]}]}, "has tool_calls, which"),
         ({"messages": [ANSWER | {"content": "a\0b"}]}, r"A text has the character NUL.*'a\\x00b'"),
     ],
 )
-def test_a_line_that_is_not_a_conversation_is_refused_by_its_number(record, named, tmp_path):
+def test_a_line_that_is_not_a_conversation_is_refused_by_its_number(record, message, tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [HELLO, record])
-    with pytest.raises(ValueError, match=rf"a.jsonl:2:? .*{named}"):
+    with pytest.raises(ValueError, match=rf"a.jsonl:2:? .*{message}"):
         read([path], Bytes(), TEMPLATE)
 
 
-def test_more_than_fits_in_memory_and_an_empty_file_are_refused(tmp_path, monkeypatch):
+def test_files_that_cannot_be_divided_or_read_at_once_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"There is no conversation in .*a\.jsonl\."):
         read([write_lines(tmp_path / "a.jsonl", [])], Bytes(), TEMPLATE)
+    with pytest.raises(ValueError, match=r"train data has no token to predict in its 0 rows"):
+        opened(named(write_lines(tmp_path / "a.jsonl", [HELLO]), kind="chat"), sequence=64)
     monkeypatch.setattr(chat, "IN_MEMORY", 100)
     path = write_lines(tmp_path / "a.jsonl", [HELLO] * 4)
     with pytest.raises(ValueError, match=r"a.jsonl .* Divide the conversations"):
