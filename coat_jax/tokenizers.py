@@ -129,7 +129,7 @@ class Tokenizer:
             )
 
     @functools.cached_property
-    def _of_documents(self) -> tuple[Any, Any]:
+    def _document_encoders(self) -> tuple[Any, Any]:
         """Encodes documents, and parts that continue one; special tokens are ordinary text."""
         content = json.loads(self._tokenizer.to_str())
         for token in content["added_tokens"]:
@@ -143,7 +143,7 @@ class Tokenizer:
         return first, continuing
 
     @functools.cached_property
-    def _continuing(self) -> Any:
+    def _continuing_encoder(self) -> Any:
         """Encodes the parts of a template that continue a text."""
         return _without_space(self._tokenizer, str(self._path))
 
@@ -183,7 +183,7 @@ class Tokenizer:
         """
         tokens: list[Any] = [None] * len(texts)
         follows = continued or [False] * len(texts)
-        for tokenizer, kind in zip(self._of_documents, (False, True), strict=True):
+        for tokenizer, kind in zip(self._document_encoders, (False, True), strict=True):
             numbers = [number for number in range(len(texts)) if follows[number] == kind]
             with library_failures(f"{self._path} cannot tokenize the data"):
                 found = tokenizer.encode_batch_fast(
@@ -202,14 +202,14 @@ class Tokenizer:
         """
         with library_failures(f"{self._path} cannot tokenize {text!r}"):
             tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
-            if after != "nothing" and self._continuing is not self._tokenizer:
+            if after != "nothing" and self._continuing_encoder is not self._tokenizer:
                 # Some tokenizers put a space in front of what follows a special token, too.
                 end = self.end_spelling
                 if after == "end" and self._encode(end) == [self.end_of_text]:
                     tokens = self._encode(end + text)[1:]
                 else:
                     special = self._tokenizer.get_added_tokens_decoder()
-                    begin = self._continuing.encode(text, add_special_tokens=False).ids
+                    begin = self._continuing_encoder.encode(text, add_special_tokens=False).ids
                     tokens = [*_until(begin, special), *tokens[len(_until(tokens, special)) :]]
         return np.array(tokens, self.dtype)
 
@@ -337,7 +337,7 @@ def beginning_of(tokenizer: Any, where: str) -> list[int]:
     continues it.
 
     Args:
-        tokenizer: from `parsed`.
+        tokenizer: from `parse`.
         where: the name of its file in errors.
     """
     for text in ("a", *tokenizer.get_vocab()):
