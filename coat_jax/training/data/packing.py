@@ -23,11 +23,6 @@ class Documents(NamedTuple):
     learned: Bool[np.ndarray, " N"]  # whether the token is to be predicted
     ends: Int64[np.ndarray, " D"]  # where each ends
 
-    @property
-    def digest(self) -> str:
-        """Names these documents."""
-        return short_hash(*(hashlib.sha256(array.data).hexdigest() for array in self))
-
     def part(self, numbers: range) -> "Documents":
         """The documents of a range of indices."""
         edges = np.concatenate([[0], self.ends])[numbers.start : numbers.stop + 1]
@@ -70,7 +65,8 @@ class Packed(TextRows):
         self.truncated = int(np.sum(lengths > sequence))
         self._documents, self._starts = documents, documents.ends - lengths
         self._plan = plan(lengths, sequence, seed)
-        self.digest = short_hash(documents.digest, self._plan, sequence)
+        digest = short_hash(*(hashlib.sha256(array.data).hexdigest() for array in documents))
+        self.digest = short_hash(digest, self._plan, sequence)
 
     def __len__(self) -> int:
         return len(self._plan)

@@ -13,12 +13,10 @@ from coat_jax.printable import counted
 
 TOKENS, CHAT = (".npy", ".bin"), ".jsonl"
 
-Identity = tuple[int, int]
-
 
 def files_of(patterns: tuple[str, ...]) -> list[Path]:
     """The files that these paths and patterns name, in this order; those of a pattern by name."""
-    named: dict[Identity, Path] = {}
+    named: dict[tuple[int, int], Path] = {}
     for pattern in patterns:
         for path in _files(pattern):
             named.setdefault(identity(path), path)
@@ -42,7 +40,7 @@ def listing(paths: list[Path]) -> str:
     return str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {others}"
 
 
-def identity(path: Path) -> Identity:
+def identity(path: Path) -> tuple[int, int]:
     """An identity that all names of a file share, links included."""
     found = path.stat()
     return found.st_dev, found.st_ino

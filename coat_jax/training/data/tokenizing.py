@@ -102,15 +102,10 @@ def encode(
 
 def _document(file: TextIO, place: str) -> Iterator[Piece]:
     """The pieces of a text, each with some lines."""
-    text, first = _lines(file), True
-    while text:
-        following = _lines(file)
-        yield Piece(text, first, not following, len(text.encode()), place)
-        text, first = following, False
-
-
-def _lines(file: TextIO) -> str:
-    return file.read(PIECE) + file.readline(PIECE)
+    texts = iter(lambda: file.read(PIECE) + file.readline(PIECE), "")
+    following = itertools.pairwise(itertools.chain(texts, [""]))
+    for number, (text, after) in enumerate(following):
+        yield Piece(text, number == 0, not after, len(text.encode()), place)
 
 
 # --- Tokenizing ------------------------------------------------------------------------------
@@ -136,27 +131,21 @@ def encode_files(paths: list[Path], tokenizer: AnyTokenizer) -> Iterator[Encoded
         tokens = np.concatenate([*itertools.chain(*zip(found, ends, strict=True))])
         return Encoded(tokens, sum(lasts), lasts[-1], sum(sizes))
 
+    read = 0
+
+    def batch_number(piece: Piece) -> int:
+        nonlocal read
+        read += len(piece.text)
+        return read // TOGETHER
+
     with ThreadPoolExecutor(AHEAD) as pool:  # tokenizers release the GIL
         waiting: collections.deque[Future[Encoded]] = collections.deque()
-        for batch in _batches(pieces(paths)):
-            waiting.append(pool.submit(encode_batch, batch))
+        for _, batch in itertools.groupby(pieces(paths), batch_number):
+            waiting.append(pool.submit(encode_batch, list(batch)))
             if len(waiting) > AHEAD:
                 yield waiting.popleft().result()
         for future in waiting:
             yield future.result()
-
-
-def _batches(all_pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in batches of about TOGETHER characters."""
-    batch, size = [], 0
-    for piece in all_pieces:
-        batch.append(piece)
-        size += len(piece.text)
-        if size >= TOGETHER:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def require_small(paths: list[Path], limit: int, remedy: str) -> None:
