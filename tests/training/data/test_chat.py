@@ -2,14 +2,7 @@
 
 import numpy as np
 import pytest
-from data_cases import (
-    SPACED,
-    named,
-    opened,
-    write_lines,
-    write_spaced_tokenizer,
-    write_tokenizer,
-)
+from data_cases import SPACED, named, opened, write_lines, write_spaced_tokenizer, write_tokenizer
 
 from coat_jax.errors import UserError
 from coat_jax.tokenizers import Bytes, Tokenizer
@@ -70,7 +63,10 @@ def test_a_template_may_use_the_tokenizer_s_own_markers(tmp_path):
 
 
 @pytest.mark.parametrize("kind", SPACED)
-@pytest.mark.parametrize("template", ["[{role}] {content}{end}", "<{role}>\n{content} {end}\n"])
+@pytest.mark.parametrize(
+    "template",
+    ["[{role}] {content}{end}", "<{role}>\n{content} {end}\n", "[{role}]{content}</s>then{end}"],
+)
 def test_a_tokenizer_that_puts_a_space_first_sees_the_text_of_the_template(
     kind, template, tmp_path
 ):
@@ -81,10 +77,7 @@ def test_a_tokenizer_that_puts_a_space_first_sees_the_text_of_the_template(
     path = write_lines(tmp_path / "a.jsonl", [HELLO])
     found = read([path], Tokenizer(file), template).tokens.tolist()
     library = tokenizers.Tokenizer.from_file(str(file))
-    text = "".join(
-        template.format(role=message["role"], content=message["content"], end="</s>")
-        for message in HELLO["messages"]
-    )
+    text = "".join(template.format(**message, end="</s>") for message in HELLO["messages"])
     expected = library.encode(text, add_special_tokens=False).ids
     both = (library.decode(ids, skip_special_tokens=False) for ids in (found, expected))
     assert len(set(both)) == 1
@@ -102,12 +95,6 @@ def test_conversations_are_shared_between_the_splits(tmp_path):
         found.append([text for said in texts for text in said if text])
         assert len(found[-1]) == count
     assert sorted([*found[0], *found[1]]) == answers
-
-
-def test_the_description_counts_truncated_documents(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", [HELLO] * 4)
-    loader = opened(named(path, kind="chat"), sequence=64)
-    assert "; truncated to that length: 3 documents" in loader.description
 
 
 NEEDED = "must have {role}, {content} and {end}"
@@ -159,12 +146,14 @@ def test_a_line_that_is_not_a_conversation_is_refused_by_its_number(record, mess
         read([path], Bytes(), TEMPLATE)
 
 
-def test_files_that_cannot_be_divided_or_read_at_once_are_refused(tmp_path, monkeypatch):
+def test_files_that_cannot_be_divided_or_are_large_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"There is no conversation in .*a\.jsonl\."):
         read([write_lines(tmp_path / "a.jsonl", [])], Bytes(), TEMPLATE)
     with pytest.raises(ValueError, match=r"train data has no token to predict in its 0 rows"):
         opened(named(write_lines(tmp_path / "a.jsonl", [HELLO]), kind="chat"), sequence=64)
-    monkeypatch.setattr(chat, "IN_MEMORY", 100)
     path = write_lines(tmp_path / "a.jsonl", [HELLO] * 4)
+    description = opened(named(path, kind="chat"), sequence=64).description
+    assert "; truncated to that length: 3 documents" in description
+    monkeypatch.setattr(chat, "IN_MEMORY", 100)
     with pytest.raises(ValueError, match=r"a.jsonl .* Divide the conversations"):
         opened(named(path, kind="chat"), sequence=64)
