@@ -104,7 +104,6 @@ def test_the_last_batch_is_filled_with_padding_and_without_epochs_there_is_none(
 
 def test_it_says_what_there_is():
     loader = Loader(numbered(3), batch=2, seed=0)
-    assert loader.rows == 3
     assert loader.description == "13 tokens in 3 rows of 4"
     large = Loader(numbered(3), batch=4, seed=0).description
     assert large == f"{loader.description}; each batch has 4 rows, so it repeats some of them"

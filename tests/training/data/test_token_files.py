@@ -66,7 +66,7 @@ def test_a_file_is_not_loaded(tmp_path):
     with (tmp_path / "large.bin").open("wb") as file:
         file.truncate(1 << 36)
     loader = opened(named(tmp_path / "large.bin"), vocab=1)
-    assert loader.rows > 1 << 31
+    assert len(loader.rows) > 1 << 31
     assert next(loader).tokens.tolist() == [[0] * 8]
     loader.close()
 
