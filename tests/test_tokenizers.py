@@ -2,63 +2,37 @@
 
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+pytest.importorskip("tokenizers")
+import tokenizers
+from tokenizer_cases import SPACED, SPECIAL, write_spaced_tokenizer, write_tokenizer
+
 from coat_jax.errors import UserError
 from coat_jax.tokenizers import Bytes, Tokenizer, document_tokenizer
+from coat_jax.training.data import chat
 
-tokenizers = pytest.importorskip("tokenizers")
 TEXTS = ["Żółć, 🙂🙃 — ok\n", "naïve  café: 日本語 テスト", "a👩‍👩‍👧b", " leading", "x", "e\u0301"]
-SPECIAL = ["<s>", "</s>", "<unk>"]
 
 
-def byte_level():
-    """As GPT-2, Llama 3 and Qwen have it: a token is some bytes, perhaps not whole characters."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=SPECIAL,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["the cat sat on the mat 日本語 日本語"] * 3, trainer)
-    return tokenizer
-
-
-def byte_fallback():
-    """As Llama 2 and Mistral have it: words begin with a mark, rare characters become bytes."""
-    words = ["▁the", "▁cat", "▁", "a", "b", "c", "t", "s", "h", "e"]
-    names = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *words]
-    vocab = {name: number for number, name in enumerate(names)}
-    model = tokenizers.models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>", fuse_unk=True)
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.add_special_tokens(SPECIAL)
-    tokenizer.normalizer = tokenizers.normalizers.Sequence(
-        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
-    )
-    tokenizer.decoder = tokenizers.decoders.Sequence(
-        [
-            tokenizers.decoders.Replace("▁", " "),
-            tokenizers.decoders.ByteFallback(),
-            tokenizers.decoders.Fuse(),
-            tokenizers.decoders.Strip(" ", 1, 0),
-        ]
-    )
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 0)]
-    )
-    return tokenizer
-
-
-@pytest.fixture(scope="module", params=[byte_level, byte_fallback])
-def path(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    request.param().save(str(path))
+def saved(library, path):
+    library.save(str(path))
     return path
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory):
+    return write_tokenizer(tmp_path_factory.mktemp("a") / "tokenizer.json", special=SPECIAL)
+
+
+@pytest.fixture(scope="module", params=["byte_level", "prepend"])
+def path(request, byte_level, tmp_path_factory):
+    if request.param == "byte_level":
+        return byte_level
+    return write_spaced_tokenizer(tmp_path_factory.mktemp("b") / "tokenizer.json", "prepend")
 
 
 def in_pieces(reader, tokens, cuts):
@@ -107,12 +81,9 @@ def test_tokens_in_pieces_are_the_text_of_all_tokens(path, text):
 
 @settings(max_examples=30)
 @given(st.lists(st.integers(3, 258), min_size=1, max_size=30))
-def test_tokens_that_make_no_characters_are_read_to_the_end(tmp_path_factory, tokens):
+def test_tokens_that_make_no_characters_are_read_to_the_end(byte_level, tokens):
     """Not with byte fallback: there one bad byte spoils good ones before it, which were said."""
-    path = tmp_path_factory.getbasetemp() / "byte_level.json"
-    if not path.exists():
-        byte_level().save(str(path))
-    tokenizer, whole = Tokenizer(path), tokenizers.Tokenizer.from_file(str(path))
+    tokenizer, whole = Tokenizer(byte_level), tokenizers.Tokenizer.from_file(str(byte_level))
     pieces = in_pieces(tokenizer.reader([]), tokens, [1] * len(tokens))
     assert "".join(pieces) == whole.decode(tokens)
 
@@ -140,14 +111,15 @@ def test_a_space_between_prompt_and_text_is_kept_and_special_tokens_are_not_said
     ("single", "begin"),
     [("<s> $A", [0]), ("$A </s>", []), ("<s> $A </s>", [0]), ("<s> <unk> $A </s> </s>", [0, 2])],
 )
-def test_a_prompt_gets_what_comes_first_and_not_what_would_end_it(single, begin, tmp_path):
+def test_a_prompt_gets_what_comes_first_and_not_what_would_end_it(
+    single, begin, byte_level, tmp_path
+):
     """Nor twice what it spells out itself, as the templates of chats do, of Llama 3 and Mistral."""
     special = [("<s>", 0), ("</s>", 1), ("<unk>", 2)]
-    made = byte_level()
+    made = tokenizers.Tokenizer.from_file(str(byte_level))
     made.post_processor = tokenizers.processors.TemplateProcessing(single, special_tokens=special)
-    made.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer(tmp_path / "tokenizer.json")
-    the = Tokenizer(tmp_path / "tokenizer.json", begin=False).encode("the")
+    file = saved(made, tmp_path / "tokenizer.json")
+    tokenizer, the = Tokenizer(file), Tokenizer(file, begin=False).encode("the")
     assert not set(the) & {0, 1, 2}
     assert tokenizer.beginning == begin
     assert tokenizer.encode("") == begin
@@ -205,3 +177,96 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"config\.json is not a file of the `tokenizers` library"):
         Tokenizer(tmp_path / "config.json")
+
+
+# --- Documents -------------------------------------------------------------------------------
+
+
+def test_tokens_are_those_of_the_library_and_special_ones_are_not_spelled_out(tmp_path):
+    """Truncation in the file is not obeyed."""
+    path = write_tokenizer(tmp_path / "tokenizer.json")
+    texts = ["the thing that they", "", "héllo\n\nworld"]
+    expected = [tokenizers.Tokenizer.from_file(str(path)).encode(text).ids for text in texts]
+    truncation = {"direction": "Right", "strategy": "LongestFirst", "stride": 0, "max_length": 2}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"truncation": truncation}))
+    encoder = Tokenizer(path)
+    assert [one.tolist() for one in encoder.encode_documents(texts)] == expected
+    assert encoder.dtype == np.uint16
+    assert encoder.vocab <= 300
+    (spelled,) = encoder.encode_documents(["<|endoftext|>"])
+    assert encoder.end_of_text not in spelled
+    assert encoder.encode_markers("<|endoftext|>").tolist() == [encoder.end_of_text]
+
+
+def test_a_token_that_was_added_cannot_be_spelled_out_either(tmp_path):
+    """Only if it ends documents, or is a marker of the template: others may be ordinary words."""
+    path = write_tokenizer(tmp_path / "tokenizer.json", special=("<pad>",))
+    library = tokenizers.Tokenizer.from_file(str(path))
+    library.add_tokens(["<|endoftext|>", "<|user|>", "<|tool|>", "<", "{"])
+    encoder = Tokenizer(
+        saved(library, path), template=chat.spelling("<|{role}|>\n{content}{end}\n")
+    )
+    (found,) = encoder.encode_documents(["<|endoftext|><|user|><|tool|>"])
+    ids = [library.token_to_id(word) for word in ("<|endoftext|>", "<|user|>", "<|tool|>")]
+    assert [word in found for word in ids] == [False, False, True]
+    assert encoder.encode_markers("<|endoftext|><|user|>").tolist() == ids[:2]
+    (found,) = encoder.encode_documents(["<{"])
+    assert found.tolist() == [library.token_to_id("<"), library.token_to_id("{")]
+
+
+@pytest.mark.parametrize("kind", SPACED)
+def test_only_the_first_part_of_a_document_gets_a_space_in_front(kind, tmp_path):
+    path = write_spaced_tokenizer(tmp_path / "tokenizer.json", kind)
+    parts = ["they thought", "then", " the thing", "\n- that", "", "ê漢"]
+    continued = [part > 0 for part in range(len(parts))]
+    found = Tokenizer(path).encode_documents(parts, continued)
+    library = tokenizers.Tokenizer.from_file(str(path))
+    tokens = np.concatenate(found).tolist()
+    assert library.decode(tokens, skip_special_tokens=False) == "".join(parts)
+    assert found[0].tolist() == library.encode(parts[0]).ids
+    assert found[4].size == 0
+
+
+def unigram(path, letters, *splits):
+    """A tokenizer of single letters, in words, which joins unknown characters."""
+    pieces = [("<unk>", 0.0), *((letter, -3.0) for letter in letters)]
+    library = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=0))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(list(splits))
+    library.add_special_tokens(["</s>"])
+    library.save(str(path))
+    return library
+
+
+def test_nothing_at_the_beginning_of_a_part_is_lost(tmp_path):
+    """A space in front, where white space is dropped: it divides the words of two parts.
+
+    Nor characters that the tokenizer does not know.
+    """
+    path, splits = tmp_path / "tokenizer.json", tokenizers.pre_tokenizers
+    library = unigram(path, "▁abcdef", splits.WhitespaceSplit(), splits.Metaspace())
+    found = Tokenizer(path).encode_documents(["ab cd\n", "ef"], [False, True])
+    whole = library.encode("ab cd\nef", add_special_tokens=False).ids
+    assert np.concatenate(found).tolist() == whole
+    assert [library.id_to_token(token) for token in found[1]] == ["▁", "e", "f"]
+    library = unigram(path, "▁ab", splits.Metaspace())
+    for text, expected in (("漢", ["<unk>"]), ("漢ab", ["<unk>", "a", "b"]), ("ab", ["a", "b"])):
+        (found,) = Tokenizer(path).encode_documents([text], [True])
+        assert [library.id_to_token(token) for token in found] == expected
+
+
+def test_bytes_refuse_the_character_that_ends_documents():
+    with pytest.raises(UserError, match=r"NUL, which ends documents .*'a\\x00b': .*to 255"):
+        Bytes().encode_documents(["fine", "a\0b"])
+    assert Bytes(255).encode_documents(["a\0b"])[0].tolist() == [97, 0, 98]
+
+
+def test_the_end_of_text_is_that_of_the_tokenizer_or_the_one_given(tmp_path):
+    path = write_tokenizer(tmp_path / "a.json", special=("<pad>", "</s>"))
+    assert document_tokenizer(path).end_of_text == 1
+    assert document_tokenizer(path, 5).end_of_text == 5
+    for file in (path, None):
+        with pytest.raises(ValueError, match="end_of_text=999 is not in the tokenizer's vocab"):
+            document_tokenizer(file, 999)
+    unknown = write_tokenizer(tmp_path / "b.json", special=("<pad>",))
+    with pytest.raises(ValueError, match=r"b.json has none of .* set end_of_text"):
+        document_tokenizer(unknown)

@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from data_cases import SPACED, named, opened, write_lines, write_spaced_tokenizer, write_tokenizer
+from data_cases import named, opened, write_lines
+from tokenizer_cases import SPACED, write_spaced_tokenizer, write_tokenizer
 
 from coat_jax.errors import UserError
 from coat_jax.tokenizers import Bytes, Tokenizer

@@ -5,9 +5,10 @@ import os
 
 import numpy as np
 import pytest
-from data_cases import named, opened, same, write_lines, write_tokenizer
+from data_cases import named, opened, same, write_lines
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizer_cases import write_tokenizer
 
 from coat_jax.errors import UserError
 from coat_jax.tokenizers import Tokenizer

@@ -5,9 +5,10 @@ import json
 
 import numpy as np
 import pytest
-from data_cases import SPACED, write_lines, write_spaced_tokenizer, write_tokenizer
+from data_cases import write_lines
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizer_cases import SPACED, write_spaced_tokenizer, write_tokenizer
 
 from coat_jax.errors import UserError
 from coat_jax.tokenizers import Bytes, Tokenizer
