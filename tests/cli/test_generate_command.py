@@ -73,6 +73,13 @@ def test_the_prompt_and_what_a_checkpoint_says(run, arguments, seed, capsys):
     assert "s until the first, then" in said.err
 
 
+def test_texts_end_with_a_stop_token(run, capsys):
+    (text,) = continued(filled(CONFIG, seed=1), "def ")
+    stop = next(letter for letter in text[1:] if letter.isascii() and letter != text[0])
+    assert coat(run, "--prompt", "def ", "--stop", stop, *GREEDY) == 0
+    assert capsys.readouterr().out == f"def {text[: text.index(stop)]}\n"
+
+
 def test_a_model_of_hugging_face_computes_as_it_is_stored(theirs, capsys):
     (text,) = continued(filled(dataclasses.replace(CONFIG, precision="bf16")), "é")
     assert coat(theirs, "--prompt", "é", *GREEDY) == 0
@@ -96,22 +103,16 @@ def test_prompts_come_in_order_whatever_the_batch(run, tmp_path, capsys):
     assert parts == [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "prompts"),
-    [
-        ("p.jsonl", '{"prompt": "a\\nb"}\n"c"\n', ["a\nb", "c"]),
-        ("p.txt", "a\u2028b\r\nc\x85\n", ["a\u2028b", "c\x85"]),
-        ("p.JSONL", '"a\u2028b"\n\n"c\x85"\n', ["a\u2028b", "c\x85"]),
-        ("p.txt", "\ufeffabc", ["abc"]),
-        ("p.jsonl", '\ufeff"abc"', ["abc"]),
-        ("p.txt", "\na\n \t\n\nb\n\n", ["a", "b"]),
-        ("p.jsonl", '\n"a"\n \n"b"\n', ["a", "b"]),
-    ],
-)
-def test_each_line_that_is_not_blank_is_a_prompt(name, content, prompts, tmp_path):
+def test_each_line_that_is_not_blank_is_a_prompt(tmp_path):
     """Only newlines divide them; a byte order mark is no part of one."""
-    (tmp_path / name).write_bytes(content.encode())
-    assert list(generate._lines(tmp_path / name)) == prompts
+    for name, content, prompts in (
+        ("p.txt", "\ufeffa\u2028b\r\n \t\n\nc\x85\n", ["a\u2028b", "c\x85"]),
+        ("p.txt", "\na", ["a"]),
+        ("p.jsonl", '{"prompt": "a\\nb"}\n"c"\n', ["a\nb", "c"]),
+        ("p.JSONL", '\ufeff"a\u2028b"\n \n"c\x85"\n', ["a\u2028b", "c\x85"]),
+    ):
+        (tmp_path / name).write_bytes(content.encode())
+        assert list(generate._lines(tmp_path / name)) == prompts
 
 
 def test_an_error_begins_on_a_line_of_its_own(tmp_path, capsys):
@@ -179,13 +180,6 @@ def test_the_tokens_that_end_a_text_are_found(theirs, tmp_path):
         assert stops(tmp_path / "d") == found
 
 
-def test_texts_end_with_a_stop_token(run, capsys):
-    (text,) = continued(filled(CONFIG, seed=1), "def ")
-    stop = next(letter for letter in text[1:] if letter.isascii() and letter != text[0])
-    assert coat(run, "--prompt", "def ", "--stop", stop, *GREEDY) == 0
-    assert capsys.readouterr().out == f"def {text[: text.index(stop)]}\n"
-
-
 # --- Refusals --------------------------------------------------------------------------------
 
 
@@ -214,18 +208,15 @@ def test_bad_input_ends_in_one_line_and_code_2(arguments, named, run, capsys):
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "named"),
-    [
+def test_files_without_prompts_are_named(tmp_path):
+    for name, content, named in (
         ("p.txt", " \r\n\n", "p.txt is empty: it should have a prompt on each line."),
         ("p.jsonl", '"a"\n{', "p.jsonl:2 is not JSON"),
         ("p.jsonl", '"a"\n7', "p.jsonl:2 is neither a string nor"),
-    ],
-)
-def test_files_without_prompts_are_named(name, content, named, tmp_path):
-    (tmp_path / name).write_bytes(content.encode())
-    with pytest.raises(UserError, match=named):
-        list(generate._lines(tmp_path / name))
+    ):
+        (tmp_path / name).write_bytes(content.encode())
+        with pytest.raises(UserError, match=named):
+            list(generate._lines(tmp_path / name))
 
 
 def test_folders_without_a_model_and_other_tokenizers_are_refused(theirs, tmp_path, capsys):
