@@ -14,10 +14,11 @@ one of these spans the end of a part.
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import UInt
@@ -27,11 +28,14 @@ from coat_jax.files import expand_user, read_bytes
 from coat_jax.token_readers import BytesReader, Reader, TokensReader
 from coat_jax.validation import INT32_MAX
 
+After = Literal["nothing", "end", "text"]
 ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-LONGEST = 10_000  # characters that the replacements of a tokenizer make of each other
-# Stands for whatever precedes a part of a document. No text has this character, so no tokenizer
-# joins it to what follows.
-OTHER_TEXT = "\ue000"
+# Settings with which steps of a tokenizer put no space in front of a text, as SentencePiece does.
+WITHOUT_SPACE: dict[Any, dict[str, Any]] = {
+    "Prepend": {"prepend": ""},
+    "Metaspace": {"prepend_scheme": "never"},
+    "ByteLevel": {"add_prefix_space": False},
+}
 
 
 class Bytes:
@@ -43,10 +47,8 @@ class Bytes:
     vocab = 256
     digest = "bytes"
     dtype = np.dtype(np.uint16)
-    end_marker = OTHER_TEXT
 
     def __init__(self, end_of_text: int = 0):
-        _require_known(end_of_text, self.vocab)
         self.end_of_text = end_of_text
 
     def encode(self, text: str) -> list[int]:
@@ -66,7 +68,7 @@ class Bytes:
                 )
         return [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
 
-    def encode_markers(self, text: str, *, after: str = "") -> UInt[np.ndarray, " N"]:
+    def encode_markers(self, text: str, *, after: After = "nothing") -> UInt[np.ndarray, " N"]:
         """The tokens of a text of a template; see `Tokenizer`."""
         return self.encode_documents([text])[0]
 
@@ -109,15 +111,12 @@ class Tokenizer:
     ):
         self._path, self._begin = expand_user(path), begin
         self.content = read_bytes(self._path, "tokenizer file")
-        self._tokenizer = parsed(self.content, str(self._path))
+        self._tokenizer = parse(self.content, str(self._path))
         self.vocab = max(self._tokenizer.get_vocab().values()) + 1
-        self.digest = _digest(self.content)
+        self.digest = digest_of(self.content)
         self.dtype = np.dtype(np.uint16 if self.vocab <= 1 << 16 else np.uint32)
-        if end_of_text is None:
-            end_of_text = known_end_of_text(self._tokenizer)
-        else:
-            _require_known(end_of_text, self.vocab)
-        self.end_of_text = end_of_text
+        known = known_end_of_text(self._tokenizer)
+        self.end_of_text = known if end_of_text is None else end_of_text
         self._template = template
 
     def require_fits(self, vocab: int) -> None:
@@ -130,48 +129,37 @@ class Tokenizer:
             )
 
     @functools.cached_property
-    def end_marker(self) -> str:
-        """The spelling of end_of_text, or `OTHER_TEXT` if a template cannot spell it out."""
-        spelling = self._tokenizer.id_to_token(self.end_of_text) or ""
-        found = self._tokenizer.encode(spelling, add_special_tokens=False).ids
-        return spelling if found == [self.end_of_text] else OTHER_TEXT
-
-    @functools.cached_property
-    def _without_special_tokens(self) -> Any:
-        content = json.loads(self.content)
-        for token in content.get("added_tokens") or ():
+    def _document_encoders(self) -> tuple[Any, Any]:
+        """Encodes documents, and parts that continue one; special tokens are ordinary text."""
+        content = json.loads(self._tokenizer.to_str())
+        for token in content["added_tokens"]:
             word = token["content"].strip()
             is_marker = len(word) > 1 and word in self._template
             token["special"] |= is_marker or token["id"] == self.end_of_text
-        tokenizer = parsed(json.dumps(content).encode(), str(self._path))
-        tokenizer.encode_special_tokens = True  # encodes their spelling as ordinary text
-        return tokenizer
+        first = parse(json.dumps(content).encode(), str(self._path))
+        continuing = _without_space(first, str(self._path))
+        for tokenizer in (first, continuing):
+            tokenizer.encode_special_tokens = True  # encodes their spelling as ordinary text
+        return first, continuing
 
     @functools.cached_property
-    def spelling_that_ends_documents(self) -> str | None:
-        """The spelling of end_of_text, if it is that token in documents, too; None if not."""
-        spelling = self._tokenizer.id_to_token(self.end_of_text) or ""
+    def _continuing_encoder(self) -> Any:
+        """Encodes the parts of a template that continue a text."""
+        return _without_space(self._tokenizer, str(self._path))
+
+    @property
+    def end_spelling(self) -> str:
+        """The spelling of end_of_text; empty if it has none."""
+        return self._tokenizer.id_to_token(self.end_of_text) or ""
+
+    @property
+    def spells_end(self) -> bool:
+        """Whether a document that spells end_of_text out has that token."""
         try:
-            (found,) = self.encode_documents([spelling])
+            (found,) = self.encode_documents([self.end_spelling])
         except UserError:  # the tokenizer cannot encode it
-            return None
-        return spelling if self.end_of_text in found else None
-
-    @functools.cached_property
-    def _puts_a_space_first(self) -> bool:
-        """Whether a text gets a space in front of it, as in SentencePiece.
-
-        If the tokenizer drops white space, only that space separates two words, so it stays.
-        """
-        return self._prepared("x") not in ("x", self._prepared("x\n"))
-
-    def _prepared(self, text: str) -> str:
-        """The text after normalization and pre-tokenization."""
-        if (normalizer := self._tokenizer.normalizer) is not None:
-            text = normalizer.normalize_str(text)
-        if (pre_tokenizer := self._tokenizer.pre_tokenizer) is not None:
-            text = "".join(part for part, _ in pre_tokenizer.pre_tokenize_str(text))
-        return text
+            return False
+        return self.end_of_text in found
 
     @functools.cached_property
     def beginning(self) -> list[int]:
@@ -181,7 +169,7 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt. `beginning` is not added if the text spells it out itself."""
         own = self._encode(text)
-        return begun_with(self.beginning, own) if self._begin else own
+        return begin_with(self.beginning, own) if self._begin else own
 
     def encode_documents(
         self, texts: Sequence[str], continued: Sequence[bool] = ()
@@ -193,32 +181,36 @@ class Tokenizer:
             continued: for each text, whether another part of its document precedes it; by default,
                 none does.
         """
-        before = [""] * len(texts)
-        if self._puts_a_space_first and continued:
-            before = [OTHER_TEXT if follows else "" for follows in continued]
-        tokenizer = self._without_special_tokens
-        with library_failures(f"{self._path} cannot tokenize the data"):
-            found = tokenizer.encode_batch_fast(
-                [first + text for first, text in zip(before, texts, strict=True)],
-                add_special_tokens=False,
-            )
-            tokens = [
-                _following(tokenizer, first, text, encoding.ids)
-                for first, text, encoding in zip(before, texts, found, strict=True)
-            ]
-        return [np.array(of_text, self.dtype) for of_text in tokens]
+        tokens: list[Any] = [None] * len(texts)
+        follows = continued or [False] * len(texts)
+        for tokenizer, kind in zip(self._document_encoders, (False, True), strict=True):
+            numbers = [number for number in range(len(texts)) if follows[number] == kind]
+            with library_failures(f"{self._path} cannot tokenize the data"):
+                found = tokenizer.encode_batch_fast(
+                    [texts[number] for number in numbers], add_special_tokens=False
+                )
+            for number, encoding in zip(numbers, found, strict=True):
+                tokens[number] = np.array(encoding.ids, self.dtype)
+        return tokens
 
-    def encode_markers(self, text: str, *, after: str = "") -> UInt[np.ndarray, " N"]:
+    def encode_markers(self, text: str, *, after: After = "nothing") -> UInt[np.ndarray, " N"]:
         """The tokens of a text of a template, in which special tokens count as special.
 
         Args:
             text: from the template.
-            after: what precedes it: `OTHER_TEXT`, `end_marker`, or nothing.
+            after: what precedes it: nothing, the token that ends a document, or other text.
         """
-        before = after if self._puts_a_space_first else ""
         with library_failures(f"{self._path} cannot tokenize {text!r}"):
-            both = self._tokenizer.encode(before + text, add_special_tokens=False)
-            tokens = _following(self._tokenizer, before, text, both.ids)
+            tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
+            if after != "nothing" and self._continuing_encoder is not self._tokenizer:
+                # Some tokenizers put a space in front of what follows a special token, too.
+                end = self.end_spelling
+                if after == "end" and self._encode(end) == [self.end_of_text]:
+                    tokens = self._encode(end + text)[1:]
+                else:
+                    special = self._tokenizer.get_added_tokens_decoder()
+                    begin = self._continuing_encoder.encode(text, add_special_tokens=False).ids
+                    tokens = [*_until(begin, special), *tokens[len(_until(tokens, special)) :]]
         return np.array(tokens, self.dtype)
 
     def token(self, text: str) -> int:
@@ -243,8 +235,8 @@ class Tokenizer:
 AnyTokenizer = Bytes | Tokenizer
 
 
-def begun_with(begin: Sequence[int], tokens: Sequence[int]) -> list[int]:
-    """`tokens` with `begin` in front, unless they begin with these already.
+def begin_with(begin: Sequence[int], tokens: Sequence[int]) -> list[int]:
+    """Puts `begin` in front of `tokens`, unless they begin with these already.
 
     The chat templates of Llama 3 and Mistral spell out <|begin_of_text|> and <s>.
     """
@@ -252,21 +244,21 @@ def begun_with(begin: Sequence[int], tokens: Sequence[int]) -> list[int]:
     return [*tokens] if begun else [*begin, *tokens]
 
 
-def _following(tokenizer: Any, before: str, text: str, both: list[int]) -> list[int]:
-    """Those tokens of `both`, the tokens of `before` + `text`, that belong to `text`."""
+def _until(tokens: list[int], ends: Container[int]) -> list[int]:
+    """The tokens before the first one of `ends`."""
+    return list(itertools.takewhile(lambda token: token not in ends, tokens))
 
-    def tokens_of(text: str) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
-    if not before:
-        return both
-    first = tokens_of(before)
-    if both[: len(first)] != first:
-        return tokens_of(text)  # one token spans the end of `before` and the start of `text`
-    # Some tokenizers do not know OTHER_TEXT, and have one token for several unknown characters.
-    adds_none = tokens_of(before + text[:1]) == first
-    shares_last = adds_none and tokens_of(text[:1])[-1:] == first[-1:]
-    return both[len(first) - shares_last :]
+def _without_space(tokenizer: Any, where: str) -> Any:
+    """A tokenizer of the library that puts no space in front of a text; perhaps the same one."""
+    content = json.loads(tokenizer.to_str())
+    before = json.dumps([content["normalizer"], content["pre_tokenizer"]])
+    after = json.loads(before, object_hook=lambda p: p | WITHOUT_SPACE.get(p.get("type"), {}))
+    # If white space is dropped, only the space in front of each word separates it from others.
+    if "WhitespaceSplit" in before or json.dumps(after) == before:
+        return tokenizer
+    content["normalizer"], content["pre_tokenizer"] = after
+    return parse(json.dumps(content).encode(), where)
 
 
 def document_tokenizer(
@@ -279,45 +271,39 @@ def document_tokenizer(
         end_of_text: the token that ends a document; by default the tokenizer's own.
         template: the chat template; see `Tokenizer`.
     """
+    tokenizer: AnyTokenizer
     if path is None:
-        return Bytes() if end_of_text is None else Bytes(end_of_text)
-    tokenizer = Tokenizer(path, end_of_text=end_of_text, template=template)
+        tokenizer = Bytes(end_of_text or 0)
+    else:
+        tokenizer = Tokenizer(path, end_of_text=end_of_text, template=template)
     if tokenizer.end_of_text is None:
         raise UserError(
             f"{path} has none of {', '.join(ENDS_OF_TEXT)}: set end_of_text to the number of "
             "the token that ends a document."
         )
-    if end_of_text is None and (spelling := tokenizer.spelling_that_ends_documents):
+    if not 0 <= tokenizer.end_of_text < tokenizer.vocab:
         raise UserError(
-            f"{path} encodes {spelling} in a text as the token that ends documents. Set "
-            f"end_of_text to another token, or to {tokenizer.end_of_text} if no text has that word."
+            f"end_of_text={end_of_text} is not in the tokenizer's vocabulary of "
+            f"{tokenizer.vocab:,}: it must be from 0 to {tokenizer.vocab - 1}."
+        )
+    if end_of_text is None and isinstance(tokenizer, Tokenizer) and tokenizer.spells_end:
+        raise UserError(
+            f"{path} encodes {tokenizer.end_spelling} in a text as the token that ends documents. "
+            f"Set end_of_text to another token, or to {tokenizer.end_of_text} if no text has that "
+            "word."
         )
     return tokenizer
-
-
-def _require_known(end_of_text: int, vocab: int) -> None:
-    if not 0 <= end_of_text < vocab:
-        raise UserError(
-            f"end_of_text={end_of_text} is not in the tokenizer's vocabulary of {vocab:,}: it must "
-            f"be from 0 to {vocab - 1}."
-        )
 
 
 # --- The library's files ----------------------------------------------------------------------
 
 
-def digest_of(path: str | Path | None) -> str:
-    """The `digest` of the tokenizer in a file; None is bytes."""
-    if path is None:
-        return Bytes.digest
-    return _digest(read_bytes(expand_user(path), "tokenizer file"))
-
-
-def _digest(content: bytes) -> str:
+def digest_of(content: bytes) -> str:
+    """Identifies a tokenizer by the content of its file."""
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def parsed(content: bytes, where: str) -> Any:
+def parse(content: bytes, where: str) -> Any:
     """The tokenizer that a file holds, without truncation and padding.
 
     Args:
@@ -331,35 +317,11 @@ def parsed(content: bytes, where: str) -> Any:
     ):
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
         highest = max(tokenizer.get_vocab().values(), default=-1)
-        _require_bounded(tokenizer, where)
     if not 0 <= highest < INT32_MAX:
         raise UserError(f"{where} has no vocabulary that a model can use: create it again.")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def _require_bounded(tokenizer: Any, where: str) -> None:
-    """Raises if replacements make texts ever longer, so that encoding or decoding does not end."""
-    from tokenizers.normalizers import Sequence
-
-    for kind, part in (("normalizer", tokenizer.normalizer), ("decoder", tokenizer.decoder)):
-        steps = [] if part is None else _steps(json.loads(part.__getstate__()))
-        steps = [step for step in steps if kind == "normalizer" or step["type"] == "Replace"]
-        # What one step writes may be what another one replaces.
-        text = "".join(step.get("content", "") for step in steps)
-        for step in steps:
-            if len(text) > LONGEST:
-                raise UserError(f"{where} has a {kind} that makes short texts endlessly long.")
-            normalizer = Sequence([])
-            normalizer.__setstate__(json.dumps(step).encode())
-            text = normalizer.normalize_str(text)
-
-
-def _steps(part: dict[str, Any]) -> list[dict[str, Any]]:
-    """The normalizers or decoders of a sequence, which may have sequences in it."""
-    inside = part.get("normalizers") or part.get("decoders")
-    return [step for one in inside for step in _steps(one)] if inside else [part]
 
 
 def known_end_of_text(tokenizer: Any) -> int | None:
@@ -375,7 +337,7 @@ def beginning_of(tokenizer: Any, where: str) -> list[int]:
     continues it.
 
     Args:
-        tokenizer: from `parsed`.
+        tokenizer: from `parse`.
         where: the name of its file in errors.
     """
     for text in ("a", *tokenizer.get_vocab()):

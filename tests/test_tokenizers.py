@@ -2,63 +2,37 @@
 
 import json
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+
+pytest.importorskip("tokenizers")
+import tokenizers
+from tokenizer_cases import SPACED, SPECIAL, write_spaced_tokenizer, write_tokenizer
 
 from coat_jax.errors import UserError
 from coat_jax.tokenizers import Bytes, Tokenizer, document_tokenizer
+from coat_jax.training.data import chat
 
-tokenizers = pytest.importorskip("tokenizers")
 TEXTS = ["Żółć, 🙂🙃 — ok\n", "naïve  café: 日本語 テスト", "a👩‍👩‍👧b", " leading", "x", "e\u0301"]
-SPECIAL = ["<s>", "</s>", "<unk>"]
 
 
-def byte_level():
-    """As GPT-2, Llama 3 and Qwen have it: a token is some bytes, perhaps not whole characters."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=SPECIAL,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["the cat sat on the mat 日本語 日本語"] * 3, trainer)
-    return tokenizer
-
-
-def byte_fallback():
-    """As Llama 2 and Mistral have it: words begin with a mark, rare characters become bytes."""
-    words = ["▁the", "▁cat", "▁", "a", "b", "c", "t", "s", "h", "e"]
-    names = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *words]
-    vocab = {name: number for number, name in enumerate(names)}
-    model = tokenizers.models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>", fuse_unk=True)
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.add_special_tokens(SPECIAL)
-    tokenizer.normalizer = tokenizers.normalizers.Sequence(
-        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
-    )
-    tokenizer.decoder = tokenizers.decoders.Sequence(
-        [
-            tokenizers.decoders.Replace("▁", " "),
-            tokenizers.decoders.ByteFallback(),
-            tokenizers.decoders.Fuse(),
-            tokenizers.decoders.Strip(" ", 1, 0),
-        ]
-    )
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 0)]
-    )
-    return tokenizer
-
-
-@pytest.fixture(scope="module", params=[byte_level, byte_fallback])
-def path(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    request.param().save(str(path))
+def saved(library, path):
+    library.save(str(path))
     return path
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory):
+    return write_tokenizer(tmp_path_factory.mktemp("a") / "tokenizer.json", special=SPECIAL)
+
+
+@pytest.fixture(scope="module", params=["byte_level", "prepend"])
+def path(request, byte_level, tmp_path_factory):
+    if request.param == "byte_level":
+        return byte_level
+    return write_spaced_tokenizer(tmp_path_factory.mktemp("b") / "tokenizer.json", "prepend")
 
 
 def in_pieces(reader, tokens, cuts):
@@ -70,50 +44,46 @@ def in_pieces(reader, tokens, cuts):
     return [*parts, reader.read(rest), reader.end()]
 
 
+# --- Bytes -----------------------------------------------------------------------------------
+
+
 @given(st.lists(st.integers(0, 255), max_size=40), st.lists(st.integers(0, 5), max_size=8))
 def test_bytes_are_read_as_python_reads_them_all(tokens, cuts):
     pieces = in_pieces(Bytes().reader([]), tokens, cuts)
     assert "".join(pieces) == bytes(tokens).decode("utf-8", "replace")
 
 
-@given(st.text(max_size=20))
-def test_bytes_come_back(text):
-    tokens = Bytes().encode(text.encode("utf-8", "replace").decode())
-    assert bytes(tokens).decode() == text.encode("utf-8", "replace").decode()
-
-
-def test_bytes_that_no_terminal_understood_stay_as_they_were():
+def test_bytes_are_those_of_the_text_even_if_no_terminal_understood_them():
+    assert bytes(Bytes().encode("é🙂")).decode() == "é🙂"
     assert Bytes().encode(b"a\xff\xfe".decode("utf-8", "surrogateescape")) == [97, 255, 254]
 
 
-def test_a_character_is_said_when_it_is_whole():
+def test_a_character_is_said_when_it_is_whole_and_a_token_that_is_no_byte_is_no_text():
     reader = Bytes().reader([])
     assert [reader.read([byte]) for byte in "é🙂x".encode()] == ["", "é", "", "", "", "🙂", "x"]
     assert reader.read([0xF0, 0x9F]) == ""
     assert reader.end() == "\N{REPLACEMENT CHARACTER}"
-
-
-def test_a_token_that_is_no_byte_is_no_text():
     assert Bytes().reader([]).read([97, 300, 98]) == "a\N{REPLACEMENT CHARACTER}b"
 
 
+# --- Tokens to text --------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("cut", [1, 3])
-def test_tokens_in_pieces_are_the_text_of_all_tokens(path, text, cut):
+def test_tokens_in_pieces_are_the_text_of_all_tokens(path, text):
     tokenizer, whole = Tokenizer(path), tokenizers.Tokenizer.from_file(str(path))
     prompt, tokens = tokenizer.encode("the cat"), whole.encode(text, add_special_tokens=False).ids
-    pieces = in_pieces(tokenizer.reader(prompt), tokens, [cut] * len(tokens))
-    assert "".join(pieces) == whole.decode(prompt + tokens)[len(whole.decode(prompt)) :]
-    assert "".join(pieces).strip() == text.strip()
+    for cut in (1, 3):
+        pieces = in_pieces(tokenizer.reader(prompt), tokens, [cut] * len(tokens))
+        assert "".join(pieces) == whole.decode(prompt + tokens)[len(whole.decode(prompt)) :]
+        assert "".join(pieces).strip() == text.strip()
 
 
+@settings(max_examples=30)
 @given(st.lists(st.integers(3, 258), min_size=1, max_size=30))
-def test_tokens_that_make_no_characters_are_read_to_the_end(tmp_path_factory, tokens):
+def test_tokens_that_make_no_characters_are_read_to_the_end(byte_level, tokens):
     """Not with byte fallback: there one bad byte spoils good ones before it, which were said."""
-    path = tmp_path_factory.getbasetemp() / "byte_level.json"
-    if not path.exists():
-        byte_level().save(str(path))
-    tokenizer, whole = Tokenizer(path), tokenizers.Tokenizer.from_file(str(path))
+    tokenizer, whole = Tokenizer(byte_level), tokenizers.Tokenizer.from_file(str(byte_level))
     pieces = in_pieces(tokenizer.reader([]), tokens, [1] * len(tokens))
     assert "".join(pieces) == whole.decode(tokens)
 
@@ -127,86 +97,68 @@ def test_no_piece_ends_in_half_a_character(path):
     assert len([piece for piece in pieces if piece]) > 5
 
 
-def test_a_space_between_prompt_and_text_is_kept(path):
+def test_a_space_between_prompt_and_text_is_kept_and_special_tokens_are_not_said(path):
     tokenizer = Tokenizer(path)
     prompt = tokenizer.encode("the")
-    after = tokenizer.encode("the cat")[len(prompt) :]
+    after = [*tokenizer.encode("the cat")[len(prompt) :], tokenizer.token("</s>")]
     assert "".join(in_pieces(tokenizer.reader(prompt), after, [])) == " cat"
 
 
-def test_a_text_begins_with_what_the_file_says_or_not(path):
-    begins = "TemplateProcessing" in path.read_text()
-    assert (Tokenizer(path).encode("the")[0] == 0) == begins
-    assert Tokenizer(path, begin=False).encode("the")[0] != 0
+# --- Prompts ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("single", "begin"),
     [("<s> $A", [0]), ("$A </s>", []), ("<s> $A </s>", [0]), ("<s> <unk> $A </s> </s>", [0, 2])],
 )
-def test_a_prompt_gets_what_comes_first_and_not_what_would_end_it(single, begin, tmp_path):
+def test_a_prompt_gets_what_comes_first_and_not_what_would_end_it(
+    single, begin, byte_level, tmp_path
+):
+    """Nor twice what it spells out itself, as the templates of chats do, of Llama 3 and Mistral."""
     special = [("<s>", 0), ("</s>", 1), ("<unk>", 2)]
-    made = byte_level()
+    made = tokenizers.Tokenizer.from_file(str(byte_level))
     made.post_processor = tokenizers.processors.TemplateProcessing(single, special_tokens=special)
-    made.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer(tmp_path / "tokenizer.json")
-    the = Tokenizer(tmp_path / "tokenizer.json", begin=False).encode("the")
+    file = saved(made, tmp_path / "tokenizer.json")
+    tokenizer, the = Tokenizer(file), Tokenizer(file, begin=False).encode("the")
+    assert not set(the) & {0, 1, 2}
     assert tokenizer.beginning == begin
     assert tokenizer.encode("") == begin
     assert tokenizer.encode("the") == [*begin, *the]
     assert tokenizer.encode("the</s>") == [*begin, *the, 1]
     assert tokenizer.encode("</s>") == [*begin, 1]
+    spelled = "".join(SPECIAL[token] for token in begin)
+    assert tokenizer.encode(f"{spelled}the") == [*begin, *the]
+    assert tokenizer.encode("the<s>") == [*begin, *the, 0]
 
 
-def test_a_vocabulary_of_words_without_one_for_unknown_words_reads_prompts(tmp_path):
-    library = pytest.importorskip("tokenizers")
-    words = library.Tokenizer(library.models.WordLevel({"foo": 0, "bar": 1}))
-    words.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
-    words.save(str(tmp_path / "words.json"))
-    tokenizer = Tokenizer(tmp_path / "words.json")
-    assert tokenizer.beginning == []
-    assert list(tokenizer.encode("foo bar")) == [0, 1]
-
-
-def words_with_an_end(added):
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"foo": 0, "</s>": 1}, "foo"))
+def words_with_an_end(*added, unknown=None):
+    words = tokenizers.models.WordLevel({"foo": 0, "</s>": 1}, unknown or "missing")
+    words = tokenizers.Tokenizer(words)
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    if added:
-        words.add_special_tokens(["</s>"])
+    words.add_special_tokens(list(added))
     return words
 
 
-@pytest.mark.parametrize("added", [False, True])
-def test_an_end_that_documents_can_spell_out_must_be_chosen(tmp_path, added):
+def test_a_vocabulary_of_words_without_one_for_unknown_words_reads_prompts(tmp_path):
+    words_with_an_end().save(str(tmp_path / "words.json"))
+    tokenizer = Tokenizer(tmp_path / "words.json")
+    assert tokenizer.beginning == []
+    assert list(tokenizer.encode("foo </s>")) == [0, 1]
+
+
+@pytest.mark.parametrize("added", [[], ["</s>"]])
+def test_an_end_that_documents_can_spell_out_must_be_chosen(tmp_path, path, added):
     file = tmp_path / "words.json"
-    words_with_an_end(added).save(str(file))
+    words_with_an_end(*added, unknown="foo").save(str(file))
     with pytest.raises(UserError, match="encodes </s> in a text as the token that ends documents"):
         document_tokenizer(file)
     assert document_tokenizer(file, 1).end_of_text == 1
-
-
-def test_an_end_that_documents_cannot_spell_out_is_taken(path):
     assert document_tokenizer(path).end_of_text == 1
-
-
-def test_a_prompt_that_spells_its_beginning_out_is_not_begun_twice(tmp_path):
-    """As the templates of chats do, of Llama 3 and Mistral."""
-    byte_fallback().save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer(tmp_path / "tokenizer.json")
-    assert tokenizer.encode("<s>the") == tokenizer.encode("the")
-    assert tokenizer.encode("<s>").count(0) == 1
-    assert tokenizer.encode("the<s>").count(0) == 2
-
-
-def test_special_tokens_are_not_said(path):
-    tokenizer = Tokenizer(path)
-    end = tokenizer.token("</s>")
-    assert "".join(in_pieces(tokenizer.reader([]), [*tokenizer.encode("the"), end], [])) == "the"
 
 
 def test_a_token_is_found_by_how_it_is_written(path):
     tokenizer = Tokenizer(path)
-    assert tokenizer.token("</s>") == 1
+    assert tokenizer.token("</s>") == tokenizer.end_of_text == 1
     assert tokenizer.token("a") == json.loads(path.read_text())["model"]["vocab"]["a"]
     with pytest.raises(
         ValueError, match=r"'a b c' is not one token: the tokenizer encodes it as \["
@@ -215,11 +167,6 @@ def test_a_token_is_found_by_how_it_is_written(path):
     assert Bytes().token("\n") == 10
     with pytest.raises(ValueError, match="'ab' is not a token: tokens are bytes, and it has 2"):
         Bytes().token("ab")
-
-
-def test_the_token_that_ends_a_text_is_known_by_its_name(path):
-    assert Tokenizer(path).end_of_text == 1
-    assert Bytes().end_of_text == 0
 
 
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
@@ -232,17 +179,94 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
         Tokenizer(tmp_path / "config.json")
 
 
-@pytest.mark.parametrize("part", ["normalizer", "decoder"])
-def test_a_file_whose_replacements_do_not_end_is_refused(part, path, tmp_path):
-    """Many that are not replaced again are fine."""
+# --- Documents -------------------------------------------------------------------------------
 
-    def made(*pairs):
-        steps = [{"type": "Replace", "pattern": {"String": a}, "content": b} for a, b in pairs]
-        said = json.loads(path.read_text()) | {part: {"type": "Sequence", f"{part}s": steps}}
-        (tmp_path / "made.json").write_text(json.dumps(said))
-        return tmp_path / "made.json"
 
-    for endless in ([("a", "aa")] * 40, [("a", "a" * 20_000)] * 2, [("a", "bb"), ("b", "aa")] * 20):
-        with pytest.raises(UserError, match=f"made.json has a {part} that makes short texts endl"):
-            Tokenizer(made(*endless))
-    Tokenizer(made(*[("ä", "ae"), ("ö", "oe"), ("ü", "ue"), ("ß", "ss")] * 10))
+def test_tokens_are_those_of_the_library_and_special_ones_are_not_spelled_out(tmp_path):
+    """Truncation in the file is not obeyed."""
+    path = write_tokenizer(tmp_path / "tokenizer.json")
+    texts = ["the thing that they", "", "héllo\n\nworld"]
+    expected = [tokenizers.Tokenizer.from_file(str(path)).encode(text).ids for text in texts]
+    truncation = {"direction": "Right", "strategy": "LongestFirst", "stride": 0, "max_length": 2}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"truncation": truncation}))
+    encoder = Tokenizer(path)
+    assert [one.tolist() for one in encoder.encode_documents(texts)] == expected
+    assert encoder.dtype == np.uint16
+    assert encoder.vocab <= 300
+    (spelled,) = encoder.encode_documents(["<|endoftext|>"])
+    assert encoder.end_of_text not in spelled
+    assert encoder.encode_markers("<|endoftext|>").tolist() == [encoder.end_of_text]
+
+
+def test_a_token_that_was_added_cannot_be_spelled_out_either(tmp_path):
+    """Only if it ends documents, or is a marker of the template: others may be ordinary words."""
+    path = write_tokenizer(tmp_path / "tokenizer.json", special=("<pad>",))
+    library = tokenizers.Tokenizer.from_file(str(path))
+    library.add_tokens(["<|endoftext|>", "<|user|>", "<|tool|>", "<", "{"])
+    encoder = Tokenizer(
+        saved(library, path), template=chat.spelling("<|{role}|>\n{content}{end}\n")
+    )
+    (found,) = encoder.encode_documents(["<|endoftext|><|user|><|tool|>"])
+    ids = [library.token_to_id(word) for word in ("<|endoftext|>", "<|user|>", "<|tool|>")]
+    assert [word in found for word in ids] == [False, False, True]
+    assert encoder.encode_markers("<|endoftext|><|user|>").tolist() == ids[:2]
+    (found,) = encoder.encode_documents(["<{"])
+    assert found.tolist() == [library.token_to_id("<"), library.token_to_id("{")]
+
+
+@pytest.mark.parametrize("kind", SPACED)
+def test_only_the_first_part_of_a_document_gets_a_space_in_front(kind, tmp_path):
+    path = write_spaced_tokenizer(tmp_path / "tokenizer.json", kind)
+    parts = ["they thought", "then", " the thing", "\n- that", "", "ê漢"]
+    continued = [part > 0 for part in range(len(parts))]
+    found = Tokenizer(path).encode_documents(parts, continued)
+    library = tokenizers.Tokenizer.from_file(str(path))
+    tokens = np.concatenate(found).tolist()
+    assert library.decode(tokens, skip_special_tokens=False) == "".join(parts)
+    assert found[0].tolist() == library.encode(parts[0]).ids
+    assert found[4].size == 0
+
+
+def unigram(path, letters, *splits):
+    """A tokenizer of single letters, in words, which joins unknown characters."""
+    pieces = [("<unk>", 0.0), *((letter, -3.0) for letter in letters)]
+    library = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=0))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(list(splits))
+    library.add_special_tokens(["</s>"])
+    library.save(str(path))
+    return library
+
+
+def test_nothing_at_the_beginning_of_a_part_is_lost(tmp_path):
+    """A space in front, where white space is dropped: it divides the words of two parts.
+
+    Nor characters that the tokenizer does not know.
+    """
+    path, splits = tmp_path / "tokenizer.json", tokenizers.pre_tokenizers
+    library = unigram(path, "▁abcdef", splits.WhitespaceSplit(), splits.Metaspace())
+    found = Tokenizer(path).encode_documents(["ab cd\n", "ef"], [False, True])
+    whole = library.encode("ab cd\nef", add_special_tokens=False).ids
+    assert np.concatenate(found).tolist() == whole
+    assert [library.id_to_token(token) for token in found[1]] == ["▁", "e", "f"]
+    library = unigram(path, "▁ab", splits.Metaspace())
+    for text, expected in (("漢", ["<unk>"]), ("漢ab", ["<unk>", "a", "b"]), ("ab", ["a", "b"])):
+        (found,) = Tokenizer(path).encode_documents([text], [True])
+        assert [library.id_to_token(token) for token in found] == expected
+
+
+def test_bytes_refuse_the_character_that_ends_documents():
+    with pytest.raises(UserError, match=r"NUL, which ends documents .*'a\\x00b': .*to 255"):
+        Bytes().encode_documents(["fine", "a\0b"])
+    assert Bytes(255).encode_documents(["a\0b"])[0].tolist() == [97, 0, 98]
+
+
+def test_the_end_of_text_is_that_of_the_tokenizer_or_the_one_given(tmp_path):
+    path = write_tokenizer(tmp_path / "a.json", special=("<pad>", "</s>"))
+    assert document_tokenizer(path).end_of_text == 1
+    assert document_tokenizer(path, 5).end_of_text == 5
+    for file in (path, None):
+        with pytest.raises(ValueError, match="end_of_text=999 is not in the tokenizer's vocab"):
+            document_tokenizer(file, 999)
+    unknown = write_tokenizer(tmp_path / "b.json", special=("<pad>",))
+    with pytest.raises(ValueError, match=r"b.json has none of .* set end_of_text"):
+        document_tokenizer(unknown)

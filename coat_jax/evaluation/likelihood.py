@@ -22,6 +22,7 @@ from coat_jax.errors import UserError
 from coat_jax.models import Llama
 from coat_jax.models.batches import NOT_NUMBERS, padded_length, padded_rows, require_known
 from coat_jax.models.protocol import require_capability
+from coat_jax.validation import Count, require
 
 CHUNK = 128  # positions of a batch that have logits at a time
 
@@ -56,13 +57,12 @@ def log_probabilities(
         progress: called with how many passages are done, and of how many.
     """
     require_capability("coat.evaluation", model, "hidden", "logits")
-    if batch < 1:
-        raise UserError(f"batch={batch} must be 1 or more.")
+    require("batch", batch, Count)
     for number, passage in enumerate(passages):
         _require(model, f"Passage {number}", passage)
     found: list[Any] = [None] * len(passages)
     done = 0
-    for numbers, scores in _batches_scored(model, passages, batch):
+    for numbers, scores in _score_batches(model, passages, batch):
         for number, row in zip(numbers, np.asarray(scores), strict=False):
             passage = passages[number]
             found[number] = row[passage.first - 1 : len(passage.tokens) - 1]
@@ -73,7 +73,7 @@ def log_probabilities(
     return found
 
 
-def _batches_scored(
+def _score_batches(
     model: Llama, passages: Sequence[Passage], batch: int
 ) -> Iterator[tuple[list[int], Float[Array, "B S"]]]:
     """The passages of each batch by their numbers, and the scores of all its tokens.

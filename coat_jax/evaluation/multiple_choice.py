@@ -16,15 +16,15 @@ cover only the chance in which questions a file has.
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from coat_jax.errors import UserError
 from coat_jax.evaluation.likelihood import OnProgress, Passage, log_probabilities
 from coat_jax.files import lines_of, parse_json, read_text
 from coat_jax.models import Config, Llama
 from coat_jax.models.batches import require_known
-from coat_jax.tokenizers import AnyTokenizer, begun_with
-from coat_jax.validation import brief
+from coat_jax.tokenizers import AnyTokenizer, begin_with
+from coat_jax.validation import Between, brief, require
 
 QUANTILE = 1.959964  # of the normal distribution, for 95 %
 
@@ -85,8 +85,8 @@ def read(
             where = f"{path}:{number}"
             question, choices, answer = _fields(where, parse_json(line, where))
             alone, *both = (
-                begun_with(begin, tokenizer.encode_markers(text).tolist())
-                for text in (question, *(_joined(question, choice) for choice in choices))
+                begin_with(begin, tokenizer.encode_markers(text).tolist())
+                for text in (question, *(_join(question, choice) for choice in choices))
             )
             passages, left_out = _passages(where, alone, both, config)
             sizes = tuple(len(choice.encode()) for choice in choices)
@@ -107,22 +107,18 @@ def _fields(where: str, record: Any) -> tuple[str, list[str], int]:
             'before the choices "context" or "question".'
         )
     question, choices, answer = record[names[0]], record.get("choices"), record.get("answer")
-    if not isinstance(question, str):
-        raise UserError(f"{where}: {names[0]}={brief(question)} must be text.")
-    if not isinstance(choices, list) or len(choices) < 2:
-        raise UserError(f"{where}: choices={brief(choices)} must be a list of two texts or more.")
-    for number, choice in enumerate(choices):
-        if not isinstance(choice, str) or not choice.strip():
-            raise UserError(f"{where}: choice {number} is {brief(choice)}, and must be text.")
-    if type(answer) is not int or not 0 <= answer < len(choices):
+    question = require(f"{where}: {names[0]}", question, str)
+    texts = choices if isinstance(choices, list) else []
+    if len(texts) < 2 or not all(isinstance(text, str) and text.strip() for text in texts):
         raise UserError(
-            f"{where}: answer={brief(answer)} must be the number of a choice, from 0 to "
-            f"{len(choices) - 1}."
+            f"{where}: choices={brief(choices)} must be a list of two texts or more, none of them "
+            "empty."
         )
-    return question, choices, answer
+    among = Annotated[int, Between(least=0, most=len(texts) - 1)]
+    return question, texts, require(f"{where}: answer", answer, among)
 
 
-def _joined(question: str, choice: str) -> str:
+def _join(question: str, choice: str) -> str:
     """Both texts, with white space between them."""
     apart = not question or question[-1].isspace() or choice[0].isspace()
     return f"{question}{'' if apart else ' '}{choice}"

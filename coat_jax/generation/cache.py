@@ -69,7 +69,7 @@ def prefill(
         return block.prefill(x, positions, segments)
 
     x, new = _run_layers(model, model.embedded(tokens), None, layer)
-    past = jax.tree.map(lambda n: _padded(n, slots, model.config), new)
+    past = jax.tree.map(lambda n: _pad(n, slots, model.config), new)
     logits = model.logits(model.norm(x[:, -1:]))[:, 0]
     return logits, Cache(past, starts, jnp.int32(length))
 
@@ -86,7 +86,7 @@ def decode(
     """
     slot, past = cache.filled, cache.past
     positions = (slot - cache.starts)[:, None]
-    visible = _visible(cache, past.keys.shape[2], model.config.window)
+    visible = _visible_slots(cache, past.keys.shape[2], model.config.window)
 
     def layer(block: nn.TransformerBlock, x: Array, past: nn.Past) -> tuple[Array, nn.Past]:
         return block.decode(x, positions, past, slot, visible)
@@ -98,7 +98,7 @@ def decode(
     return model.logits(model.norm(x))[:, 0], Cache(past, cache.starts, slot + 1)
 
 
-def _visible(cache: Cache, slots: int, window: int | None) -> Bool[Array, "B T"]:
+def _visible_slots(cache: Cache, slots: int, window: int | None) -> Bool[Array, "B T"]:
     """The slots that the token at slot `filled` sees."""
     places = jnp.arange(slots)
     visible = (places >= cache.starts[:, None]) & (places <= cache.filled)
@@ -128,7 +128,7 @@ def _run_layers(
     return x, jax.tree.map(lambda *of: jnp.stack(of), *news)
 
 
-def _padded(new: Float[Array, "L B S K H"], slots: int, config: Config) -> Float[Array, "..."]:
+def _pad(new: Float[Array, "L B S K H"], slots: int, config: Config) -> Float[Array, "..."]:
     """Appends empty slots, and shards the result as batches and heads are sharded."""
     empty = slots - new.shape[2]
     padded = jnp.pad(new, [(0, empty if axis == 2 else 0) for axis in range(new.ndim)])

@@ -60,7 +60,32 @@ def stream(
     """
     require_capability("coat.generation", model, "embedded", "layers", "logits")
     require_prompts(model.config, prompts, max_tokens=max_tokens, stops=stops)
-    return _stream(model, prompts, int(max_tokens), sampling, stops, first)
+    context = model.config.context
+    lengths = [len(prompt) for prompt in prompts]
+    limits = [min(int(max_tokens), context - length) for length in lengths]
+    rows, length = padded_rows(len(prompts), model.config), padded_length(max(lengths), context)
+    slots = math.ceil((length + max(limits)) / SLOTS) * SLOTS
+    tokens = np.zeros((rows, length), np.int32)
+    starts, remaining = np.full(rows, length - 1, np.int32), np.zeros(rows, np.int32)
+    for row, prompt in enumerate(prompts):
+        starts[row], remaining[row] = length - len(prompt), limits[row]
+        tokens[row, starts[row] :] = prompt
+    numbers = np.arange(first, first + rows, dtype=np.uint32)
+    graph, state = nnx.split(model)
+    settings = graph, sampling, state, np.array(stops, np.int32)
+
+    def chunks() -> Iterator[list[list[int]]]:
+        chunk, session = _begin(*settings, slots, tokens, starts, remaining, numbers)
+        for _ in range(math.ceil((max(limits) - 1) / CHUNK)):
+            following, session = _continue(*settings, session)
+            new = _lists(chunk, len(prompts))
+            yield new
+            if all(len(text) < chunk.shape[1] for text in new):
+                return
+            chunk = following
+        yield _lists(chunk, len(prompts))
+
+    return chunks()
 
 
 def generate(model: Llama, prompts: Prompts, **settings: Any) -> list[list[int]]:
@@ -69,41 +94,7 @@ def generate(model: Llama, prompts: Prompts, **settings: Any) -> list[list[int]]
     return [list(itertools.chain.from_iterable(of_one)) for of_one in zip(*chunks, strict=True)]
 
 
-def _stream(
-    model: Llama,
-    prompts: Prompts,
-    max_tokens: int,
-    sampling: Sampling,
-    stops: Sequence[int],
-    first: int,
-) -> Iterator[list[list[int]]]:
-    graph, state = nnx.split(model)
-    lengths = [len(prompt) for prompt in prompts]
-    limits = [min(max_tokens, model.config.context - length) for length in lengths]
-    rows = padded_rows(len(prompts), model.config)
-    length = padded_length(max(lengths), model.config.context)
-    slots = math.ceil((length + max(limits)) / SLOTS) * SLOTS
-    tokens = np.zeros((rows, length), np.int32)
-    starts, remaining = np.full(rows, length - 1, np.int32), np.zeros(rows, np.int32)
-    for row, prompt in enumerate(prompts):
-        starts[row], remaining[row] = length - len(prompt), limits[row]
-        tokens[row, starts[row] :] = prompt
-    numbers = np.arange(first, first + rows, dtype=np.uint32)
-    program = partial(_continue, graph, sampling, state, np.array(stops, np.int32))
-    chunk, session = _begin(
-        graph, sampling, slots, state, np.array(stops, np.int32), tokens, starts, remaining, numbers
-    )
-    for _ in range(math.ceil((max(limits) - 1) / CHUNK)):
-        following, session = program(session)
-        new = _listed(chunk, len(prompts))
-        yield new
-        if all(len(text) < chunk.shape[1] for text in new):
-            return
-        chunk = following
-    yield _listed(chunk, len(prompts))
-
-
-def _listed(chunk: Int[Array, "B C"], prompts: int) -> list[list[int]]:
+def _lists(chunk: Int[Array, "B C"], prompts: int) -> list[list[int]]:
     rows = np.asarray(chunk)[:prompts]
     if (rows == NOT_A_NUMBER).any():
         raise UserError(NOT_NUMBERS)
@@ -120,13 +111,13 @@ class _Session(NamedTuple):
     numbers: Int[Array, " B"]
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
+@partial(jax.jit, static_argnums=(0, 1, 4))
 def _begin(
     graph: Any,
     sampling: Sampling,
-    slots: int,
     state: Any,
     stops: Int[Array, " E"],
+    slots: int,
     tokens: Int[Array, "B S"],
     starts: Int[Array, " B"],
     remaining: Int[Array, " B"],
@@ -134,7 +125,7 @@ def _begin(
 ) -> tuple[Int[Array, "B 1"], _Session]:
     logits, cache = prefill(nnx.merge(graph, state), tokens, starts, slots)
     session = _Session(cache, tokens[:, -1], remaining, numbers)
-    new, session = _chosen(sampling, stops, logits, session)
+    new, session = _choose_next(sampling, stops, logits, session)
     return new[:, None], session
 
 
@@ -151,7 +142,7 @@ def _continue(
     def step(carry: Any) -> Any:
         i, chunk, session = carry
         logits, cache = decode(model, session.tokens, session.cache)
-        new, session = _chosen(sampling, stops, logits, session._replace(cache=cache))
+        new, session = _choose_next(sampling, stops, logits, session._replace(cache=cache))
         return i + 1, lax.dynamic_update_index_in_dim(chunk, new, i, axis=1), session
 
     empty = jnp.full((session.tokens.shape[0], CHUNK), NOTHING, jnp.int32)
@@ -159,7 +150,7 @@ def _continue(
     return chunk, session
 
 
-def _chosen(
+def _choose_next(
     sampling: Sampling, stops: Int[Array, " E"], logits: Float[Array, "B V"], session: _Session
 ) -> tuple[Int[Array, " B"], _Session]:
     """The next token of each text, NOTHING where it has ended, NOT_A_NUMBER for broken logits."""

@@ -56,7 +56,7 @@ def choose(
     """
     if not sampling.temperature:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = allowed(_sharpened(logits, sampling.temperature), sampling)
+    logits = restrict(_sharpen(logits, sampling.temperature), sampling)
     key = jax.random.key(sampling.seed)
 
     def one(row: Array, number: Array, step: Array) -> Array:
@@ -66,14 +66,14 @@ def choose(
     return jax.vmap(one)(logits, numbers, steps).astype(jnp.int32)
 
 
-def _sharpened(logits: Float[Array, "B V"], temperature: float) -> Float[Array, "B V"]:
+def _sharpen(logits: Float[Array, "B V"], temperature: float) -> Float[Array, "B V"]:
     """The logits over the temperature, less the largest: no temperature is too small for FP32."""
     largest = jnp.max(logits, axis=-1, keepdims=True)
     divided = (logits - largest) / max(temperature, TINY)
     return jnp.where(logits == largest, 0.0, divided)
 
 
-def allowed(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
+def restrict(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
     """The logits, -inf where a token may not be chosen."""
     if 0 < sampling.top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]

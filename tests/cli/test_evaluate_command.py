@@ -58,13 +58,13 @@ def score(model, text=TEXT, **settings):
 
 def test_a_text_has_the_score_of_the_newest_checkpoint(run, text, capsys):
     said = found(capsys, run, "--text", text)
-    expected = score(MODEL)
+    expected, size = score(MODEL), len(TEXT.encode())
     assert (said["window"], said["precision"]) == (32, "coat")
     assert said["texts"] == [
         {
             "file": str(text),
-            "tokens": len(TEXT.encode()),
-            "bytes": len(TEXT.encode()),
+            "tokens": size,
+            "bytes": size,
             "nats_per_token": pytest.approx(expected.per_token),
             "perplexity": pytest.approx(expected.perplexity),
             "bits_per_byte": pytest.approx(expected.bits_per_byte),
@@ -74,7 +74,9 @@ def test_a_text_has_the_score_of_the_newest_checkpoint(run, text, capsys):
     assert other["nats_per_token"] == pytest.approx(score(filled(CONFIG, seed=1)).per_token)
 
 
-def test_window_precision_and_devices(run, text, capsys):
+def test_window_precision_and_devices(run, text, tmp_path, capsys):
+    """By default a window is as long as the sequences of the run."""
+
     def nats(*arguments):
         return found(capsys, run, "--text", text, *arguments)["texts"][0]["nats_per_token"]
 
@@ -84,9 +86,6 @@ def test_window_precision_and_devices(run, text, capsys):
     # The order of sums in FP32, a hundred products and ten deep.
     shared = nats("--precision", "bf16", "--devices", 4, "--batch", 2)
     assert shared == pytest.approx(in_bf16, rel=1e-5)
-
-
-def test_a_window_is_as_long_as_the_sequences_of_the_run(run, text, tmp_path, capsys):
     shutil.copytree(run, tmp_path / "run")
     config = json.loads((run / "config.json").read_text()) | {"sequence_length": 10}
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
@@ -111,24 +110,20 @@ def test_a_model_of_hugging_face(text, tasks, tmp_path, capsys):
 
 
 def test_a_quantized_model_is_evaluated_as_it_is(text, tmp_path, capsys):
-    small = quantization.quantize(filled(IN_BF16), quantization.Recipe(format="int8"))
-    quantization.save(tmp_path / "small", small)
-    said = found(capsys, tmp_path / "small", "--text", text)["texts"][0]
-    assert said["nats_per_token"] == pytest.approx(score(small).per_token, rel=1e-6)
-    assert said["nats_per_token"] != pytest.approx(score(filled(IN_BF16)).per_token, rel=1e-6)
-    assert coat(tmp_path / "small", "--text", text, "--precision", "bf16") == 2
-    assert "already quantized, which decides its precision" in capsys.readouterr().err
-
-
-def test_json_says_how_a_model_is_quantized(text, tmp_path, capsys):
     recipe = quantization.Recipe(format="int8", activations="none", leave=("*.down",))
-    quantization.save(tmp_path / "small", quantization.quantize(filled(IN_BF16), recipe))
+    small = quantization.quantize(filled(IN_BF16), recipe)
+    quantization.save(tmp_path / "small", small)
     said = found(capsys, tmp_path / "small", "--text", text)
+    nats = said["texts"][0]["nats_per_token"]
+    assert nats == pytest.approx(score(small).per_token, rel=1e-6)
+    assert nats != pytest.approx(score(filled(IN_BF16)).per_token, rel=1e-6)
     assert said["precision"] == "int8"
     assert said["linear_layers"] == [
         {"format": "int8", "activations": "none", "count": 6},
         {"format": "float32", "activations": "none", "count": 1},
     ]
+    assert coat(tmp_path / "small", "--text", text, "--precision", "bf16") == 2
+    assert "already quantized, which decides its precision" in capsys.readouterr().err
 
 
 def test_the_tables_have_a_line_for_each_file(run, text, tasks, tmp_path, capsys):
@@ -165,13 +160,7 @@ def test_questions_that_lose_their_beginning_are_counted(run, tasks, tmp_path, c
     assert "c.jsonl: 1 of 3 questions lose their beginning to fit the model's context=32" in said
 
 
-@pytest.mark.parametrize(
-    ("before", "scored"),
-    [
-        ([], 2),
-        (["<s>"], 3),
-    ],
-)
+@pytest.mark.parametrize(("before", "scored"), [([], 2), (["<s>"], 3)])
 def test_a_text_begins_as_the_tokenizer_says(before, scored, tmp_path, capsys):
     """Without a token that begins a text or ends one, the first is not scored."""
     folder, text = tmp_path / "model", tmp_path / "a.txt"
@@ -193,17 +182,15 @@ def test_a_text_begins_as_the_tokenizer_says(before, scored, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ([], "Name a text, --text FILE, or a file of questions, --tasks"),
-        (["--text", "EMPTY"], "empty.txt is empty"),
-        (["--text", "BINARY"], "is not text in UTF-8"),
-        (
-            ["--text", "TEXT", "--window", "33"],
-            "A window of 33 must be from 2 to the model's context",
-        ),
-        (["--text", "TEXT", "--window", "1"], "A window of 1 must be from 2"),
-        (["--tasks", "TASKS", "--window", "9"], "--window 9 is for texts: name one"),
-        (["--text", "TEXT", "--batch", "0"], "--batch: 0 must be 1 or more"),
-        (["--text", "TEXT", "--devices", "3"], "cannot be sharded over 3 devices"),
+        ("", "Name a text, --text FILE, or a file of questions, --tasks"),
+        ("--text EMPTY", "empty.txt is empty"),
+        ("--text BINARY", "is not text in UTF-8"),
+        ("--text TEXT --window 33", "A window of 33 must be from 2 to the model's context"),
+        ("--text TEXT --window 1", "A window of 1 must be from 2"),
+        ("--tasks TASKS --window 9", "--window 9 is for texts: name one"),
+        ("--text TEXT --batch 0", "--batch: 0 must be 1 or more"),
+        ("--text TEXT --devices 3", "cannot be sharded over 3 devices"),
+        ("--text TEXT --tokenizer WORDS", "words.json has a vocabulary of 300, and the model one"),
     ],
 )
 def test_bad_input_ends_in_one_line_and_code_2(
@@ -211,16 +198,17 @@ def test_bad_input_ends_in_one_line_and_code_2(
 ):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    files = {"TEXT": text, "TASKS": tasks}
-    files |= {"EMPTY": tmp_path / "empty.txt", "BINARY": tmp_path / "binary"}
-    assert coat(run, *(files.get(word, word) for word in arguments)) == 2
+    write_words(tmp_path / "words.json", *map(str, range(300)))
+    files = {"TEXT": text, "TASKS": tasks, "EMPTY": tmp_path / "empty.txt"}
+    files |= {"BINARY": tmp_path / "binary", "WORDS": tmp_path / "words.json"}
+    assert coat(run, *(files.get(word, word) for word in arguments.split())) == 2
     said = capsys.readouterr()
     assert named in said.err
     assert said.err.count("\n") == 1
     assert said.out == ""
 
 
-def test_a_tokenizer_must_be_that_of_the_model(text, tmp_path, capsys):
+def test_a_token_that_the_model_does_not_know_is_named(text, tmp_path, capsys):
     hf.save(tmp_path / "model", filled(dataclasses.replace(CONFIG, vocab=100)))
     assert coat(tmp_path / "model", "--text", text, "--tokenizer", "bytes") == 2
     assert "a.txt has token 100, outside the model's vocabulary" in capsys.readouterr().err

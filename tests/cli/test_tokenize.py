@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from coat_jax.cli import main
-from coat_jax.training.data import DataConfig, load, tokenizing
+from coat_jax.training.data import DataConfig, rows_of, tokenizing
 
 
 @pytest.fixture
@@ -26,17 +26,15 @@ def test_its_files_can_be_trained_on(texts, tmp_path, capsys):
     assert f"--data.train '{out}/*.npy'" in said
     assert np.load(out / "00000.npy")[-1] == 3
     config = DataConfig(train=(f"{out}/*.npy",))
-    loader = load(config, split="train", batch=2, sequence=16, vocab=256)
-    batch = next(loader)
-    assert batch.tokens.shape == batch.segments.shape == (2, 16)
-    loader.close()
+    row = rows_of(config, split="train", sequence=16, vocab=256)[0]
+    assert row.tokens.shape == row.segments.shape == (16,)
 
 
 @pytest.mark.parametrize(
     ("inputs", "options", "named"),
     [
         (["none.txt"], [], "There is no file"),
-        ([""], [], "The name of a file is empty"),
+        ([""], [], ". is a folder. Name its files by a pattern"),
         (["*.none"], [], "No file matches"),
         (["tokens.npy"], [], "holds tokens already"),
         (["bad.jsonl"], [], "bad.jsonl:1 is not JSON"),

@@ -88,24 +88,20 @@ def test_progress_is_reported():
 
 
 @pytest.mark.parametrize(
-    ("passage", "kind", "named"),
+    ("passage", "batch", "kind", "message"),
     [
-        (Passage([1]), ValueError, "Passage 0 has 1 tokens"),
-        (Passage([1, 2], 2), ValueError, "those from 2 on are scored"),
-        (Passage([1, 2], 0), ValueError, "those from 0 on are scored"),
-        (Passage([1] * 152), UserError, "152 tokens, and context=150 allows 151"),
-        (Passage([1, 256]), UserError, "token 256, outside the model's vocabulary of 256"),
-        (Passage([-1, 2]), UserError, "token -1, outside"),
+        (Passage([1]), 8, ValueError, "Passage 0 has 1 tokens"),
+        (Passage([1, 2], 2), 8, ValueError, "those from 2 on are scored"),
+        (Passage([1, 2], 0), 8, ValueError, "those from 0 on are scored"),
+        (Passage([1] * 152), 8, UserError, "152 tokens, and context=150 allows 151"),
+        (Passage([1, 256]), 8, UserError, "token 256, outside the model's vocabulary of 256"),
+        (Passage([-1, 2]), 8, UserError, "token -1, outside"),
+        (Passage([1, 2]), 0, UserError, "batch=0 must be a whole number from 1"),
     ],
 )
-def test_passages_that_cannot_be_scored_are_refused(passage, kind, named):
-    with pytest.raises(kind, match=named):
-        log_probabilities(MODEL, [passage])
-
-
-def test_an_empty_batch_is_refused():
-    with pytest.raises(UserError, match="batch=0 must be 1 or more"):
-        log_probabilities(MODEL, passages(), batch=0)
+def test_passages_that_cannot_be_scored_are_refused(passage, batch, kind, message):
+    with pytest.raises(kind, match=message):
+        log_probabilities(MODEL, [passage], batch=batch)
 
 
 @pytest.mark.parametrize("lost", [jnp.nan, jnp.inf])

@@ -14,6 +14,7 @@ from coat_jax.errors import UserError
 from coat_jax.evaluation import Accuracy, Passage, accuracies, log_probabilities, read
 from coat_jax.tokenizers import Bytes, Tokenizer
 
+tokenizers = pytest.importorskip("tokenizers")
 CONFIG = dataclasses.replace(SMALL, layers=1, context=40, dtype=jnp.float32)
 MODEL = filled(CONFIG)
 LINE = {"question": "1 + 1 =", "choices": ["2", "three"], "answer": 0}
@@ -30,12 +31,13 @@ def questions(folder, *lines, text=None, begin=(0,), config=CONFIG):
 
 
 def test_the_tokens_of_a_choice_come_after_those_of_the_question(tmp_path):
-    (question,) = questions(tmp_path, LINE)
+    """Its size is in bytes of UTF-8."""
+    (question,) = questions(tmp_path, LINE | {"choices": ["2", "zwölf"]})
     assert question.choices == (
         Passage(list(b"\x001 + 1 = 2"), 8),
-        Passage(list(b"\x001 + 1 = three"), 8),
+        Passage([0, *"1 + 1 = zwölf".encode()], 8),
     )
-    assert question.sizes == (1, 5)
+    assert question.sizes == (1, 6)
     assert (question.answer, question.left_out) == (0, 0)
 
 
@@ -58,7 +60,6 @@ def test_a_space_comes_between_unless_there_is_one(context, choice, joined, tmp_
 
 def words(folder, vocab, pattern=r"\S+", added=()):
     """A tokenizer of the matches of a pattern."""
-    tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="[unk]"))
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "removed", invert=True)
     made.pre_tokenizer = split
@@ -99,25 +100,19 @@ LINES = [
 ]
 
 
-def test_the_likeliest_choice_is_taken(tmp_path):
-    of_file = questions(tmp_path, *LINES)
-    by_sum, per_byte = 0, 0
-    for line, question in zip(LINES, of_file, strict=True):
-        sums = np.array([row.sum() for row in log_probabilities(MODEL, question.choices)])
-        by_sum += np.argmax(sums) == line["answer"]
-        sizes = [len(choice) for choice in line["choices"]]
-        per_byte += np.argmax(sums / sizes) == line["answer"]
-    (found,) = accuracies(MODEL, [of_file], batch=5)
-    assert found.by_sum == Accuracy(by_sum, 12)
-    assert found.per_byte == Accuracy(per_byte, 12)
-    assert found.by_sum != found.per_byte  # the lengths differ, so these questions tell
-
-
-def test_files_are_counted_apart(tmp_path):
-    one, other = questions(tmp_path, *LINES[:5]), questions(tmp_path, *LINES[5:])
-    both = accuracies(MODEL, [one, other])
-    assert both[0] == accuracies(MODEL, [one])[0]
-    assert both[1] == accuracies(MODEL, [other])[0]
+def test_the_likeliest_choice_is_taken_and_files_are_counted_apart(tmp_path):
+    files = [questions(tmp_path, *LINES[:5]), questions(tmp_path, *LINES[5:])]
+    found = accuracies(MODEL, files, batch=5)
+    for lines, of_file, both in zip((LINES[:5], LINES[5:]), files, found, strict=True):
+        by_sum, per_byte = 0, 0
+        for line, question in zip(lines, of_file, strict=True):
+            sums = np.array([row.sum() for row in log_probabilities(MODEL, question.choices)])
+            by_sum += np.argmax(sums) == line["answer"]
+            sizes = [len(choice) for choice in line["choices"]]
+            per_byte += np.argmax(sums / sizes) == line["answer"]
+        assert both.by_sum == Accuracy(by_sum, len(lines))
+        assert both.per_byte == Accuracy(per_byte, len(lines))
+    assert any(both.by_sum != both.per_byte for both in found)  # these questions tell
 
 
 def test_intervals_are_wilsons():
@@ -132,29 +127,30 @@ def test_intervals_are_wilsons():
         assert accuracy.interval[0] < accuracy.interval[1]
 
 
+CHOICES = "must be a list of two texts or more, none of them empty"
+
+
 @pytest.mark.parametrize(
-    ("line", "named"),
+    ("line", "message"),
     [
         ("{", "tasks.jsonl:2 is not JSON"),
         ("7", "tasks.jsonl:2 is not a JSON object, but 7"),
         ({"choices": ["a", "b"], "answer": 0}, "2 has neither context nor question"),
         (LINE | {"context": "x"}, "2 has context and question"),
         (LINE | {"question": 7}, "2: question=7 must be text"),
-        (LINE | {"choices": ["a"]}, "must be a list of two texts or more"),
-        ({"question": "a", "answer": 0}, "choices=None must be a list"),
-        (LINE | {"choices": ["a", ""]}, "choice 1 is '', and must be text"),
-        (LINE | {"choices": ["a", 7]}, "choice 1 is 7, and must be text"),
-        (LINE | {"answer": 2}, "answer=2 must be the number of a choice, from 0 to 1"),
+        ({"question": "a", "answer": 0}, f"choices=None {CHOICES}"),
+        *((LINE | {"choices": choices}, CHOICES) for choices in (["a"], ["a", " "], ["a", 7])),
+        (LINE | {"answer": 2}, "answer=2 must be a whole number from 0 to 1"),
         (LINE | {"answer": True}, "answer=True must be"),
         (LINE | {"choices": ["a", "b" * 40]}, "choice 1 has 41 tokens, and the model's context=40"),
     ],
 )
-def test_a_line_that_is_no_question_is_named(line, named, tmp_path):
+def test_a_line_that_is_no_question_is_named(line, message, tmp_path):
     text = line if isinstance(line, str) else json.dumps(line)
     (tmp_path / "tasks.jsonl").write_text(f"{json.dumps(LINE)}\n{text}\n")
     with pytest.raises(UserError, match=r"tasks\.jsonl:2") as error:
         read(tmp_path / "tasks.jsonl", Bytes(), [0], CONFIG)
-    assert named in str(error.value)
+    assert message in str(error.value)
 
 
 def test_a_question_that_spells_its_beginning_out_is_not_begun_twice(tmp_path):
@@ -169,18 +165,15 @@ def test_a_question_that_spells_its_beginning_out_is_not_begun_twice(tmp_path):
     assert [question.choices for question in found] == [begun, begun, alone, alone]
 
 
-def test_a_choice_needs_something_before_it(tmp_path):
+def test_a_choice_needs_something_before_it_and_tokens_of_its_own(tmp_path):
+    """Otherwise the tokens of the question would be scored in its place."""
     line = LINE | {"question": ""}
     assert len(questions(tmp_path, line)) == 1
     with pytest.raises(UserError, match=r"tasks.jsonl:1: nothing comes before a choice"):
         questions(tmp_path, line, begin=())
-
-
-def test_a_choice_without_tokens_is_refused(tmp_path):
-    """The tokens of the question would be scored in its place."""
-    tokenizers = pytest.importorskip("tokenizers")
     letters = {letter: number for number, letter in enumerate("1+ =23")}
-    tokenizers.Tokenizer(tokenizers.models.BPE(letters, [])).save(str(tmp_path / "tokenizer.json"))
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
+    library.save(str(tmp_path / "tokenizer.json"))
     text, line = Tokenizer(tmp_path / "tokenizer.json"), LINE | {"question": "1 + 1 = "}
     assert questions(tmp_path, line | {"choices": ["2", "3"]}, text=text, begin=())
     with pytest.raises(UserError, match=r"tasks.jsonl:1: choice 1 has no tokens of its own"):
@@ -192,8 +185,3 @@ def test_files_without_questions_and_unknown_tokens_are_refused(tmp_path):
         questions(tmp_path)
     with pytest.raises(UserError, match=r"tasks.jsonl:1: choice 1 has.* token 116, outside"):
         questions(tmp_path, LINE, config=dataclasses.replace(CONFIG, vocab=100))
-
-
-def test_the_size_of_a_choice_is_in_bytes_of_utf8(tmp_path):
-    (question,) = questions(tmp_path, LINE | {"choices": ["zwei", "zw\u00f6lf", "\u4e8c"]})
-    assert question.sizes == (4, 6, 3)

@@ -51,9 +51,8 @@ def logits_at_once(model):
 def logits_one_by_one(model, *, slots=32):
     """Likewise, from a cache: all beginnings in one batch, then one token at a time."""
     graph, state = nnx.split(model)
-    length = max(LENGTHS)
-    starts = np.array([length - own for own in LENGTHS])
-    tokens = np.zeros((len(LENGTHS), length), np.int32)
+    starts = max(LENGTHS) - np.array(LENGTHS)
+    tokens = np.zeros((len(LENGTHS), max(LENGTHS)), np.int32)
     for row, text in enumerate(texts()):
         tokens[row, starts[row] :] = text[:-NEW]
     following = np.stack([text[-NEW:] for text in texts()], axis=1)
@@ -61,12 +60,7 @@ def logits_one_by_one(model, *, slots=32):
     def run(state, tokens, starts, following):
         model = nnx.merge(graph, state)
         logits, cache = prefill(model, tokens, starts, slots)
-
-        def step(cache, new):
-            logits, cache = decode(model, new, cache)
-            return cache, logits
-
-        cache, more = jax.lax.scan(step, cache, following)
+        cache, more = jax.lax.scan(lambda c, new: decode(model, new, c)[::-1], cache, following)
         return jnp.concatenate([logits[None], more]).swapaxes(0, 1), cache
 
     logits, cache = jax.jit(run, compiler_options=QUICK)(state, tokens, starts, following)

@@ -12,6 +12,7 @@ from generation_cases import variant
 from model_cases import AXES, automatic_mesh
 from small_model import QUICK, filled
 
+from coat_jax.errors import UserError
 from coat_jax.generation import continuation
 from coat_jax.generation.continuation import CHUNK, generate, stream
 from coat_jax.generation.sampling import Sampling
@@ -51,13 +52,16 @@ def test_a_text_does_not_depend_on_those_beside_it():
         assert alone == together[number]
 
 
-def test_seeds_and_numbers_make_other_texts():
-    def text(seed=0, first=0):
-        settings = {"max_tokens": 20, "sampling": Sampling(temperature=2, seed=seed)}
+def test_seeds_and_numbers_make_other_texts_and_each_token_has_random_numbers_of_its_own():
+    """At the highest temperature all tokens are equally likely."""
+
+    def text(temperature=2, seed=0, first=0):
+        settings = {"max_tokens": 20, "sampling": Sampling(temperature=temperature, seed=seed)}
         return generate(MODEL, PROMPTS[:1], first=first, **settings)
 
     assert text() == text() != text(seed=1)
     assert text() != text(first=1)
+    assert len(set(text(temperature=1e30)[0])) > 12
 
 
 def test_tokens_come_in_chunks_and_the_first_one_at_once():
@@ -120,21 +124,17 @@ def test_logits_that_are_not_numbers_are_an_error(lost, sampling):
 def test_prompts_may_be_arrays_and_numbers_those_of_numpy():
     prompts = np.arange(60).reshape(3, 20)
     wanted = generate(MODEL, prompts.tolist(), max_tokens=3, sampling=GREEDY)
-    for given in (prompts, list(prompts), jnp.asarray(prompts)):
+    for given in (prompts, jnp.asarray(prompts)):
         assert generate(MODEL, given, max_tokens=np.uint8(3), sampling=GREEDY) == wanted
 
 
-@pytest.mark.parametrize("prompt", [[1.5], [True], [[1]], [None], "text"])
-def test_what_is_not_a_whole_number_is_no_token(prompt):
-    with pytest.raises(TypeError, match=r"The prompt has .* for tokens: a text is a list of whole"):
-        stream(MODEL, [prompt], max_tokens=3)
+NO_TOKENS = r"The prompt has .* for tokens: a text is a list of whole"
 
 
 @pytest.mark.parametrize(
     ("prompts", "changes", "message"),
     [
         ([], {}, "There is no prompt"),
-        ([[]], {}, "The prompt is empty"),
         ([[1], []], {}, "Prompt 2 is empty"),
         ([[1] * 64], {}, "The prompt has 64 tokens, and the model's context=64 must"),
         ([[1, 256]], {}, "The prompt has token 256, outside the model's vocabulary of 256"),
@@ -142,17 +142,12 @@ def test_what_is_not_a_whole_number_is_no_token(prompt):
         ([[1]], {"max_tokens": 0}, "max_tokens=0 must be a whole number from 1 to 2,147,483,647"),
         ([[1]], {"max_tokens": True}, "max_tokens=True must be a whole number"),
         ([[1]], {"stops": [300]}, "stops has token 300, outside"),
+        *(([prompt], {}, NO_TOKENS) for prompt in ([1.5], [True], [[1]], [None], "text")),
     ],
 )
 def test_prompts_that_cannot_be_continued_are_refused_at_once(prompts, changes, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((UserError, TypeError), match=message):
         stream(MODEL, prompts, **{"max_tokens": 5, **changes})
-
-
-def test_each_token_of_a_text_has_random_numbers_of_its_own():
-    """At this temperature all tokens are equally likely."""
-    for text in generate(MODEL, PROMPTS, max_tokens=20, sampling=Sampling(temperature=1e30)):
-        assert len(set(text)) > 12
 
 
 def test_logits_do_not_matter_once_a_text_has_ended():
@@ -160,6 +155,6 @@ def test_logits_do_not_matter_once_a_text_has_ended():
     cache = continuation.Cache(None, starts, jnp.int32(3))
     session = continuation._Session(cache, starts, jnp.array([0, 5]), starts)
     logits = jnp.zeros((2, 256)).at[0].set(jnp.nan).at[1, 7].set(1.0)
-    new, session = continuation._chosen(GREEDY, jnp.array([], jnp.int32), logits, session)
+    new, session = continuation._choose_next(GREEDY, jnp.array([], jnp.int32), logits, session)
     np.testing.assert_array_equal(new, [continuation.NOTHING, 7])
     np.testing.assert_array_equal(session.remaining, [0, 4])

@@ -14,7 +14,7 @@ from coat_jax import models
 from coat_jax.errors import UserError
 from coat_jax.training import held_out
 from coat_jax.training.config import EvaluationConfig
-from coat_jax.training.data import DataConfig, load
+from coat_jax.training.data import DataConfig, Loader, rows_of
 from coat_jax.training.held_out import Evaluation
 
 CONFIG = small(
@@ -53,8 +53,8 @@ def loss_on(sizes, graph, params, config=CONFIG):
 @pytest.mark.parametrize(("sizes", "parts", "seed"), [(ONE, 4, 9), ((2, 4, 1), 2, 0)])
 def test_it_is_the_mean_over_the_labels_of_the_first_batches(graph, params, sizes, parts, seed):
     """Whatever the mesh, the number of microbatches and the seed."""
-    data = {"batch": 3 * CONFIG.global_batch_size, "sequence": 32, "vocab": 256, "epochs": 1}
-    batch = next(load(CONFIG.data, split="held_out", **data))  # as one batch of three
+    rows = rows_of(CONFIG.data, split="held_out", sequence=32, vocab=256)
+    batch = next(Loader(rows, batch=3 * CONFIG.global_batch_size, seed=0))  # as one batch of three
     wanted = loss_of(graph, params, batch.tokens, batch.labels)
     config = dataclasses.replace(CONFIG, gradient_accumulation_steps=parts, seed=seed)
     np.testing.assert_allclose(loss_on(sizes, graph, params, config), wanted, rtol=1e-6)
@@ -90,8 +90,8 @@ def chat(folder, answers, template="{role}{content}{end}"):
 def test_labels_count_alike_in_whatever_batch_they_are(graph, params, tmp_path):
     """Batches of 2 to 15 labels: the mean of their means is another number."""
     config = chat(tmp_path, [1, 14, 3])
-    data = {"sequence": 32, "vocab": 256, "epochs": 1}
-    batches = list(load(config.data, split="held_out", batch=1, **data))
+    rows = rows_of(config.data, split="held_out", sequence=32, vocab=256)
+    batches = list(Loader(rows, batch=1, seed=0, epochs=1))
     counts = [int((batch.labels >= 0).sum()) for batch in batches]
     assert sorted(counts) == [2, 4, 15]
     losses = [float(loss_of(graph, params, *batch)) for batch in batches]

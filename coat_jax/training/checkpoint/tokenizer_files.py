@@ -31,7 +31,7 @@ def read(folder: Path, tokenizer: str | Path | None, vocab: int) -> TokenizerFil
         known.require_fits(vocab)
         files[TOKENIZER] = known.content
     if TOKENIZER in files:
-        tokenizers.parsed(files[TOKENIZER], str(folder / TOKENIZER))
+        tokenizers.parse(files[TOKENIZER], str(folder / TOKENIZER))
     return files
 
 
@@ -52,7 +52,7 @@ def read_of_run(
         return files
     if TOKENIZER not in files:
         files |= _tokenizer_of_run(folder, data, note)
-    parsed = tokenizers.parsed(files[TOKENIZER], TOKENIZER) if TOKENIZER in files else None
+    parsed = tokenizers.parse(files[TOKENIZER], TOKENIZER) if TOKENIZER in files else None
     if GENERATION not in files:
         end = data.get("end_of_text")
         if end is None and parsed is not None:
@@ -89,7 +89,7 @@ def _tokenizer_of_run(
         )
         return {}
     content = _read(folder, path)
-    tokenizers.parsed(content, str(path))
+    tokenizers.parse(content, str(path))
     return {TOKENIZER: content}
 
 

@@ -11,7 +11,7 @@ An answer whose "weight" is 0 is not learned; other fields of a message, such as
 refused. Special tokens in a template are meant as such; in a message they are ordinary text.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from coat_jax.errors import UserError
-from coat_jax.tokenizers import OTHER_TEXT, AnyTokenizer
+from coat_jax.tokenizers import After, AnyTokenizer
 from coat_jax.training.data.packing import Documents
-from coat_jax.training.data.paths import listed
-from coat_jax.training.data.tokenizing import encode, records
+from coat_jax.training.data.paths import listing
+from coat_jax.training.data.tokenizing import encode, records, require_small
 from coat_jax.validation import brief
 
 ROLES = ("system", "user", "assistant")
@@ -60,59 +60,45 @@ def parts_of(template: str) -> tuple[str, str, str]:
     return head, after_content, after_end
 
 
-def spelled(template: str) -> str:
+def spelling(template: str) -> str:
     """All that a template spells out around messages of every role."""
     head, *after = parts_of(template)
-    return OTHER_TEXT.join([*(head.replace("{role}", role) for role in ROLES), *after])
+    return "\0".join([*(head.replace("{role}", role) for role in ROLES), *after])
 
 
 def read(paths: list[Path], tokenizer: AnyTokenizer, template: str) -> Documents:
     """The conversations of these files as tokens, each message as the template says."""
-    encode_messages = _encoder(tokenizer, *parts_of(template))
-    messages = (message for path in paths for message in _messages(path))
-    written = []
-    while batch := list(islice(messages, TOGETHER)):
-        written.append(encode_messages(batch))
-    if not written:
-        raise UserError(f"There is no conversation in {listed(paths)}.")
-    tokens, learned, lengths, begins = map(np.concatenate, zip(*written, strict=True))
-    return Documents(tokens, learned, np.cumsum(np.add.reduceat(lengths, np.flatnonzero(begins))))
-
-
-def _encoder(
-    tokenizer: AnyTokenizer, head: str, after_content: str, after_end: str
-) -> Callable[[list[Message]], tuple[np.ndarray, ...]]:
-    """A function from messages to arrays.
-
-    These are their tokens, whether each token is learned, and for each message its length and
-    whether it begins a conversation.
-    """
-    after_message = OTHER_TEXT if after_end else tokenizer.end_marker
+    require_small(paths, IN_MEMORY, "Divide the conversations among several runs.")
+    head, after_content, after_end = parts_of(template)
+    after_another: After = "text" if after_end else "end"
     heads = {
         (role, begins): tokenizer.encode_markers(
-            head.replace("{role}", role), after="" if begins else after_message
+            head.replace("{role}", role), after="nothing" if begins else after_another
         )
         for role in ROLES
         for begins in (True, False)
     }
-    before_end = tokenizer.encode_markers(after_content, after=OTHER_TEXT)
+    before_end = tokenizer.encode_markers(after_content, after="text")
     end = np.append(before_end, np.array(tokenizer.end_of_text, tokenizer.dtype))
-    tail = tokenizer.encode_markers(after_end, after=tokenizer.end_marker)
-
-    def encode_messages(messages: list[Message]) -> tuple[np.ndarray, ...]:
-        texts = [message.content for message in messages]
-        places = [message.place for message in messages]
+    tail = tokenizer.encode_markers(after_end, after="end")
+    messages = (message for path in paths for message in _messages(path))
+    batches = []
+    while batch := list(islice(messages, TOGETHER)):
+        _, texts, is_learned, is_first, places = zip(*batch, strict=True)
         contents = encode(tokenizer, texts, [True] * len(texts), places)
-        parts, learned = [], []
-        for message, content in zip(messages, contents, strict=True):
-            parts += [heads[message.role, message.begins], content, end, tail]
-            learned += [False, message.learned, message.learned, False]
+        parts = [
+            part
+            for message, content in zip(batch, contents, strict=True)
+            for part in (heads[message.role, message.begins], content, end, tail)
+        ]
         lengths = np.array([len(part) for part in parts])
-        begins = np.array([message.begins for message in messages])
+        of_tokens = np.repeat(np.outer(is_learned, [False, True, True, False]), lengths)
         of_messages = lengths.reshape(-1, 4).sum(axis=1)
-        return np.concatenate(parts), np.repeat(learned, lengths), of_messages, begins
-
-    return encode_messages
+        batches.append((np.concatenate(parts), of_tokens, of_messages, np.array(is_first)))
+    if not batches:
+        raise UserError(f"There is no conversation in {listing(paths)}.")
+    tokens, learned, lengths, begins = map(np.concatenate, zip(*batches, strict=True))
+    return Documents(tokens, learned, np.cumsum(np.add.reduceat(lengths, np.flatnonzero(begins))))
 
 
 def _messages(path: Path) -> Iterator[Message]:
@@ -140,13 +126,10 @@ def _message(place: str, message: Any, begins: bool) -> Message:
             f"{place}: a message has {', '.join(lost)}, which training would leave out: write what "
             "it says into the content, or remove it."
         )
-    if not isinstance(content, str) or role not in ROLES:
+    weights = (None, 0, 1) if role == LEARNED else (None, 0)
+    if not isinstance(content, str) or role not in ROLES or weight not in weights:
         raise UserError(
             f'{place}: a message is {{"role": ..., "content": "..."}} with one of the roles '
-            f"{ROLES}, not {brief(message)}."
-        )
-    if weight not in ((None, 0, 1) if role == LEARNED else (None, 0)):
-        raise UserError(
-            f"{place}: weight={brief(weight)} must be 0, or 1 in a message of the {LEARNED}."
+            f'{ROLES}, and perhaps "weight": 0, or 1 of the {LEARNED}; not {brief(message)}.'
         )
     return Message(role, content, role == LEARNED and weight != 0, begins, place)

@@ -22,10 +22,16 @@ THREADS, BATCHES_AHEAD = 4, 8
 class Loader:
     """An iterator over one process's parts of the batches.
 
+    Args:
+        rows: those of an epoch.
+        batch: rows in a batch, of all processes together.
+        seed: of the order of the rows.
+        process: the number of this process among those that read different rows.
+        processes: how many there are.
+        epochs: how often all data is read, with the last batch padded; None continues without end.
+
     Attributes:
-        rows: the number of rows in an epoch.
-        batches: the number of batches in all epochs; None without end.
-        digest: names the data and how it is split into rows.
+        rows: those of an epoch.
         end_of_text: the token that ends a document, if one is known.
         description: of the data, for the terminal.
         example: a row.
@@ -41,7 +47,6 @@ class Loader:
         processes: int = 1,
         epochs: int | None = None,
     ):
-        """See `load`."""
         import grain
 
         if batch < 1 or batch % processes:
@@ -49,14 +54,11 @@ class Loader:
                 f"batch={batch} cannot be divided among {processes} processes: make it a multiple "
                 f"of {processes}."
             )
-        self.rows, self.example = len(rows), rows[0]
-        self.batches = None if epochs is None else -(-len(rows) * epochs // batch)
-        self.digest, self.end_of_text = rows.digest, rows.end_of_text
+        self.rows, self.example, self.end_of_text = rows, rows[0], rows.end_of_text
         self.description = rows.description
         if epochs is None and batch > len(rows):
             self.description += f"; each batch has {batch:,} rows, so it repeats some of them"
         self._batch, self._seed, self._next = batch, seed, 0
-        self._has_labels = rows.has_labels
         # grain shuffles epoch e with seed + e: neighbouring seeds would share epochs.
         spread = int(np.random.SeedSequence(seed).generate_state(1)[0])
         self._ordered = grain.MapDataset.source(rows).shuffle(spread).repeat(epochs)
@@ -84,15 +86,15 @@ class Loader:
     def has_labels(self, batches: int) -> bool:
         """Whether a row of the first `batches` batches adds to the loss."""
         rows = range(min(batches * self._batch, len(self._ordered)))
-        return any(self._has_labels(self._ordered[row]) for row in rows)
+        return any(self.rows.has_labels(self._ordered[row]) for row in rows)
 
     def state(self) -> dict[str, Any]:
         """The position of the iterator, for JSON: the same in every process."""
-        return {"data": self.digest, "seed": self._seed, "rows": self._next * self._batch}
+        return {"data": self.rows.digest, "seed": self._seed, "rows": self._next * self._batch}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Moves to where a loader of the same data stood; raises if the data differs."""
-        for name, own in (("data", self.digest), ("seed", self._seed)):
+        for name, own in (("data", self.rows.digest), ("seed", self._seed)):
             if state[name] != own:
                 raise UserError(
                     f"The run to resume read {name}={state[name]!r}, and this one would read "

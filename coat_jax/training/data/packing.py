@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int, Int64, UInt
 
 from coat_jax.models import Batch
 from coat_jax.models.batches import IGNORED
-from coat_jax.training.data.rows import TextRows, padded, short_hash
+from coat_jax.training.data.rows import TextRows, pad, short_hash
 
 
 class Documents(NamedTuple):
@@ -22,11 +22,6 @@ class Documents(NamedTuple):
     tokens: UInt[np.ndarray, " N"]
     learned: Bool[np.ndarray, " N"]  # whether the token is to be predicted
     ends: Int64[np.ndarray, " D"]  # where each ends
-
-    @property
-    def digest(self) -> str:
-        """Names these documents."""
-        return short_hash(*(hashlib.sha256(array.data).hexdigest() for array in self))
 
     def part(self, numbers: range) -> "Documents":
         """The documents of a range of indices."""
@@ -70,7 +65,8 @@ class Packed(TextRows):
         self.truncated = int(np.sum(lengths > sequence))
         self._documents, self._starts = documents, documents.ends - lengths
         self._plan = plan(lengths, sequence, seed)
-        self.digest = short_hash(documents.digest, self._plan, sequence)
+        digest = short_hash(*(hashlib.sha256(array.data).hexdigest() for array in documents))
+        self.digest = short_hash(digest, self._plan, sequence)
 
     def __len__(self) -> int:
         return len(self._plan)
@@ -78,7 +74,7 @@ class Packed(TextRows):
     def __getitem__(self, row: int) -> Batch:
         parts = [self._document(d, segment) for segment, d in enumerate(self._plan[row], 1)]
         joined = Batch(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
-        return padded(joined, self.sequence)
+        return pad(joined, self.sequence)
 
     def _document(self, number: int, segment: int) -> Batch:
         """One document, its last token without a label."""

@@ -5,7 +5,6 @@ not occur in the training data under another name.
 """
 
 import glob
-import os
 from pathlib import Path
 
 from coat_jax.errors import UserError
@@ -14,12 +13,10 @@ from coat_jax.printable import amount
 
 TOKENS, CHAT = (".npy", ".bin"), ".jsonl"
 
-Identity = tuple[int, int]
-
 
 def files_of(patterns: tuple[str, ...]) -> list[Path]:
     """The files that these paths and patterns name, in this order; those of a pattern by name."""
-    named: dict[Identity, Path] = {}
+    named: dict[tuple[int, int], Path] = {}
     for pattern in patterns:
         for path in _files(pattern):
             named.setdefault(identity(path), path)
@@ -37,30 +34,27 @@ def are_tokens(paths: list[Path]) -> bool:
     return not other
 
 
-def listed(paths: list[Path]) -> str:
+def listing(paths: list[Path]) -> str:
     """The first of these files by its name, and how many others there are."""
     others = amount(len(paths) - 1, "other file")
     return str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {others}"
 
 
-def identity(path: Path) -> Identity:
+def identity(path: Path) -> tuple[int, int]:
     """An identity that all names of a file share, links included."""
     found = path.stat()
     return found.st_dev, found.st_ino
 
 
 def _files(pattern: str) -> list[Path]:
-    if not pattern:
-        raise UserError("The name of a file is empty. Is a variable of the shell not set?")
     path = expand_user(pattern)
     if path.is_dir():
         raise UserError(
-            f"{pattern} is a folder. Name its files by a pattern, as in '{path}/*.npy' or "
+            f"{path} is a folder. Name its files by a pattern, as in '{path}/*.npy' or "
             f"'{path}/*.txt'."
         )
     found = [path]
     if glob.has_magic(str(path)) and not path.exists():
-        _require_no_circles(str(path))
         # Path.glob would follow no links to folders.
         matches = map(Path, glob.glob(str(path), recursive=True))  # noqa: PTH207
         found = sorted(match for match in matches if not match.is_dir())
@@ -69,17 +63,3 @@ def _files(pattern: str) -> list[Path]:
     for match in found:
         require_regular(match)
     return found
-
-
-def _require_no_circles(pattern: str) -> None:
-    """Raises if a link below ** leads back: glob would follow it until the system refuses."""
-    above, any_folders, _ = pattern.partition("**")
-    for root in glob.glob(above or ".") if any_folders else ():  # noqa: PTH207
-        for folder, names, _ in os.walk(root, followlinks=True):
-            path = Path(folder).absolute()
-            if path.is_symlink() and any(path.samefile(parent) for parent in path.parents):
-                raise UserError(
-                    f"{folder} leads back to {path.resolve()}: ** would go round in circles. "
-                    "Remove the link, or name the folders."
-                )
-            names[:] = [name for name in names if not name.startswith(".")]  # as glob does

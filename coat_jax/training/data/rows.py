@@ -89,34 +89,26 @@ class TextRows(Rows):
 class Windows(TextRows):
     """A part of a stream."""
 
-    def __init__(
-        self, stream: Stream, part: range, *, sequence: int, end_of_text: int | None, vocab: int
-    ):
+    def __init__(self, stream: Stream, part: range, *, sequence: int, end_of_text: int | None):
         if len(part) <= sequence:
             raise UserError(
                 f"{stream.name}: {len(part):,} of its {len(stream):,} tokens are too few for a "
                 f"sequence of {sequence:,} and the token after it. Give more data, lower "
                 "sequence_length, change data.held_out_part, or name files in data.held_out."
             )
-        if end_of_text is not None and end_of_text >= vocab:
-            raise UserError(
-                f"data.end_of_text={end_of_text} is not in the model's vocabulary of {vocab:,}."
-            )
         self.sequence, self.tokens, self.end_of_text = sequence, len(part), end_of_text
-        self._stream, self._part, self._vocab = stream, part, vocab
-        samples = stream.digest(part, vocab=vocab)
-        self.digest = short_hash(samples, part.start, end_of_text, sequence)
+        self._stream, self._part = stream, part
+        self.digest = short_hash(stream.digest(part), part.start, end_of_text, sequence)
 
     def __len__(self) -> int:
         return math.ceil((self.tokens - 1) / self.sequence)
 
     def __getitem__(self, row: int) -> Batch:
         start = self._part.start + row * self.sequence
-        stop = min(start + self.sequence + 1, self._part.stop)
-        tokens = self._stream.read(start, stop, vocab=self._vocab)
+        tokens = self._stream.read(start, min(start + self.sequence + 1, self._part.stop))
         if self.end_of_text is None:
-            return padded(Batch(tokens[:-1], tokens[1:]), self.sequence)
-        return padded(documents_of(tokens, self.end_of_text), self.sequence)
+            return pad(Batch(tokens[:-1], tokens[1:]), self.sequence)
+        return pad(documents_of(tokens, self.end_of_text), self.sequence)
 
 
 def short_hash(*values: object) -> str:
@@ -136,9 +128,8 @@ def documents_of(tokens: Int32[np.ndarray, " S+1"], end_of_text: int) -> Batch:
     return Batch(inputs, labels, positions, segments)
 
 
-def padded(row: Batch, sequence: int) -> Batch:
+def pad(row: Batch, sequence: int) -> Batch:
     """The row at this length. Padding has segment 0 and no labels."""
     missing = (0, sequence - len(row.tokens))
     labels: Any = np.pad(row.labels, missing, constant_values=IGNORED)
-    longer: Any = jax.tree.map(lambda array: np.pad(array, missing), row)
-    return longer._replace(labels=labels)
+    return jax.tree.map(lambda array: np.pad(array, missing), row)._replace(labels=labels)

@@ -9,9 +9,9 @@ Raw files do not contain their dtype: the config must give it. Beside its files,
 writes a `tokens.json` with their dtype and their vocabulary.
 """
 
-import functools
+import dataclasses
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import UInt
@@ -19,7 +19,6 @@ from jaxtyping import UInt
 from coat_jax import manifest
 from coat_jax.errors import UserError
 from coat_jax.files import read_json
-from coat_jax.training.data.stream import Part
 from coat_jax.validation import Count, CountOrZero, require
 
 SIDECAR = "tokens.json"
@@ -32,30 +31,35 @@ LLM_C_MAGIC: dict[bytes, np.dtype] = {
 LLM_C_HEADER = 1024
 CHECKED = 8 << 30  # bytes of files that are compared with their manifest: a few seconds
 LOOKED_AT = 4096  # tokens from which a wrong dtype is recognized
-OPEN_FILES = 128  # a map holds its file open, and systems allow a process 1024 files or so
 
 
-class Layout(NamedTuple):
-    """Where the tokens of a file are."""
+@dataclasses.dataclass(frozen=True)
+class TokenFile:
+    """A file, of which a slice is read each time: it is neither in memory nor held open."""
 
     path: Path
     dtype: np.dtype
-    offset: int  # in bytes
+    offset: int  # of the first token, in bytes
     length: int  # in tokens
 
+    def __len__(self) -> int:
+        return self.length
 
-def open_files(paths: list[Path], *, dtype: str | None) -> list[Part]:
-    """Looks at each file's header and size; raises unless all hold tokens of one dtype.
+    def __getitem__(self, part: slice) -> UInt[np.ndarray, " N"]:
+        start, stop, _ = part.indices(self.length)
+        offset = self.offset + start * self.dtype.itemsize
+        return np.fromfile(self.path, self.dtype, stop - start, offset=offset)
+
+
+def open_files(paths: list[Path], *, dtype: str | None) -> dict[str, TokenFile]:
+    """The files by name; looks at their headers and sizes, and raises unless all have one dtype.
 
     Args:
         paths: the files.
         dtype: of those without a header; None is uint16.
     """
-    _mapped.cache_clear()  # a file of the same name may be another one by now
-    files = [_layout(path, np.dtype(dtype or np.uint16)) for path in paths]
+    files = [_open(path, np.dtype(dtype or np.uint16)) for path in paths]
     for file in files:
-        if not file.length:
-            raise UserError(f"{file.path} holds no tokens.")
         if file.dtype != files[0].dtype:
             raise UserError(
                 f"{file.path} holds {file.dtype.name}, and {files[0].path} {files[0].dtype.name}. "
@@ -64,7 +68,7 @@ def open_files(paths: list[Path], *, dtype: str | None) -> list[Part]:
     if sum(path.stat().st_size for path in paths) <= CHECKED:
         for path in paths:
             manifest.check_if_listed(path.parent, path.name)
-    return [Part(str(file.path), file.length, functools.partial(_read, file)) for file in files]
+    return {str(file.path): file for file in files}
 
 
 def sidecar_of(paths: list[Path]) -> dict[str, Any] | None:
@@ -85,13 +89,13 @@ def _notes(path: Path) -> dict[str, Any] | None:
     return {name: require(f"{path}: {name}", found.get(name), kind) for name, kind in NOTED.items()}
 
 
-def _layout(path: Path, raw_dtype: np.dtype) -> Layout:
-    """From the header of a file, if it has one; otherwise from its size."""
+def _open(path: Path, raw_dtype: np.dtype) -> TokenFile:
+    """Finds the tokens by the header of a file, if it has one; otherwise by its size."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(12)
     if start.startswith(NUMPY_MAGIC):
-        return _numpy_layout(path)
+        return _open_numpy(path)
     if path.suffix.lower() == ".bin" and start[:4] in LLM_C_MAGIC:
         dtype, length = LLM_C_MAGIC[start[:4]], int.from_bytes(start[8:], "little")
         if size != LLM_C_HEADER + length * dtype.itemsize:
@@ -99,7 +103,7 @@ def _layout(path: Path, raw_dtype: np.dtype) -> Layout:
                 f"{path} has {size:,} bytes, and its header says {length:,} tokens of "
                 f"{dtype.name}: it is damaged or was not copied whole."
             )
-        return Layout(path, dtype, LLM_C_HEADER, length)
+        return TokenFile(path, dtype, LLM_C_HEADER, length)
     if size % raw_dtype.itemsize:
         raise UserError(
             f"{path} has {size:,} bytes, no multiple of {raw_dtype.name}'s {raw_dtype.itemsize}: "
@@ -113,10 +117,10 @@ def _layout(path: Path, raw_dtype: np.dtype) -> Layout:
             f"{path} does not look like uint16: every second number is at most {high.max()}. Set "
             "data.dtype to uint32."
         )
-    return Layout(path, raw_dtype, 0, size // raw_dtype.itemsize)
+    return TokenFile(path, raw_dtype, 0, size // raw_dtype.itemsize)
 
 
-def _numpy_layout(path: Path) -> Layout:
+def _open_numpy(path: Path) -> TokenFile:
     try:
         array = np.lib.format.open_memmap(path, mode="r")
     except Exception as error:  # NumPy parses the header as Python, which fails in many ways
@@ -129,13 +133,4 @@ def _numpy_layout(path: Path) -> Layout:
             f"{path} holds {array.dtype.name}{list(array.shape)}. Tokens are an array of one axis, "
             "uint16 or uint32 of this machine's byte order."
         )
-    return Layout(path, array.dtype, array.offset, len(array))
-
-
-def _read(file: Layout, start: int, stop: int) -> UInt[np.ndarray, " N"]:
-    return _mapped(file)[start:stop]
-
-
-@functools.lru_cache(OPEN_FILES)
-def _mapped(file: Layout) -> UInt[np.ndarray, " N"]:
-    return np.memmap(file.path, file.dtype, "r", file.offset, (file.length,))
+    return TokenFile(path, array.dtype, array.offset, len(array))

@@ -26,9 +26,8 @@ from coat_jax import manifest
 from coat_jax.errors import UserError
 from coat_jax.files import parse_json, utf8_failures
 from coat_jax.tokenizers import AnyTokenizer
-from coat_jax.training.data.paths import CHAT, listed
+from coat_jax.training.data.paths import CHAT, listing
 from coat_jax.training.data.token_files import SIDECAR
-from coat_jax.validation import brief
 from coat_jax.writing import atomic_folder, full_disk, require_new_folder
 
 COMMAND = "coat tokenize"
@@ -57,13 +56,18 @@ def pieces(paths: list[Path]) -> Iterator[Piece]:
     for path in paths:
         if path.suffix.lower() == CHAT:
             for place, record, size in records(path):
-                for piece in _document(io.StringIO(_text_of(record, place), newline="\n"), place):
+                if not isinstance(text := record.get("text"), str):
+                    chat = (
+                        " For conversations, set --data.kind chat." if "messages" in record else ""
+                    )
+                    raise UserError(
+                        f'{place} has no "text" that is a string; its keys are '
+                        f"{brief(sorted(record))}.{chat}"
+                    )
+                for piece in _document(io.StringIO(text, newline="\n"), place):
                     yield piece._replace(size=size if piece.last else 0)
         else:
-            with (
-                utf8_failures(path),
-                path.open(encoding="utf-8-sig", newline="\n") as file,
-            ):
+            with utf8_failures(path), path.open(encoding="utf-8-sig", newline="\n") as file:
                 yield from _document(file, str(path))
 
 
@@ -95,25 +99,12 @@ def encode(
         raise
 
 
-def _text_of(record: dict[str, Any], place: str) -> str:
-    if not isinstance(text := record.get("text"), str):
-        chat = " For conversations, set --data.kind chat." if "messages" in record else ""
-        keys = brief(sorted(record))
-        raise UserError(f'{place} has no "text" that is a string; its keys are {keys}.{chat}')
-    return text
-
-
 def _document(file: TextIO, place: str) -> Iterator[Piece]:
     """The pieces of a text, each with some lines."""
-    text, first = _lines(file), True
-    while text:
-        following = _lines(file)
-        yield Piece(text, first, not following, len(text.encode()), place)
-        text, first = following, False
-
-
-def _lines(file: TextIO) -> str:
-    return file.read(PIECE) + file.readline(PIECE)
+    texts = iter(lambda: file.read(PIECE) + file.readline(PIECE), "")
+    following = itertools.pairwise(itertools.chain(texts, [""]))
+    for number, (text, after) in enumerate(following):
+        yield Piece(text, number == 0, not after, len(text.encode()), place)
 
 
 # --- Tokenizing ------------------------------------------------------------------------------
@@ -128,40 +119,32 @@ class Encoded(NamedTuple):
     size: int  # in bytes, of the text
 
 
-def encoded(paths: list[Path], tokenizer: AnyTokenizer) -> Iterator[Encoded]:
+def encode_files(paths: list[Path], tokenizer: AnyTokenizer) -> Iterator[Encoded]:
     """The tokens of all documents, in order; some are computed ahead, in threads."""
     end = np.array([tokenizer.end_of_text], tokenizer.dtype)
 
     def encode_batch(batch: list[Piece]) -> Encoded:
-        texts, continued = [piece.text for piece in batch], [not piece.first for piece in batch]
-        parts: list[np.ndarray] = []
-        found = encode(tokenizer, texts, continued, [piece.place for piece in batch])
-        for tokens, piece in zip(found, batch, strict=True):
-            parts += [tokens, end] if piece.last else [tokens]
-        documents, size = sum(p.last for p in batch), sum(p.size for p in batch)
-        return Encoded(np.concatenate(parts), documents, batch[-1].last, size)
+        texts, firsts, lasts, sizes, places = zip(*batch, strict=True)
+        found = encode(tokenizer, texts, [not first for first in firsts], places)
+        ends = [end if last else end[:0] for last in lasts]
+        tokens = np.concatenate([*itertools.chain(*zip(found, ends, strict=True))])
+        return Encoded(tokens, sum(lasts), lasts[-1], sum(sizes))
+
+    read = 0
+
+    def batch_number(piece: Piece) -> int:
+        nonlocal read
+        read += len(piece.text)
+        return read // TOGETHER
 
     with ThreadPoolExecutor(AHEAD) as pool:  # tokenizers release the GIL
         waiting: collections.deque[Future[Encoded]] = collections.deque()
-        for batch in _batches(pieces(paths)):
-            waiting.append(pool.submit(encode_batch, batch))
+        for _, batch in itertools.groupby(pieces(paths), batch_number):
+            waiting.append(pool.submit(encode_batch, list(batch)))
             if len(waiting) > AHEAD:
                 yield waiting.popleft().result()
         for future in waiting:
             yield future.result()
-
-
-def _batches(all_pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in batches of about TOGETHER characters."""
-    batch, size = [], 0
-    for piece in all_pieces:
-        batch.append(piece)
-        size += len(piece.text)
-        if size >= TOGETHER:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def require_small(paths: list[Path], limit: int, remedy: str) -> None:
@@ -169,7 +152,7 @@ def require_small(paths: list[Path], limit: int, remedy: str) -> None:
     size = sum(path.stat().st_size for path in paths)
     if size > limit:
         raise UserError(
-            f"{listed(paths)} have {size / 2**20:,.0f} MiB, and a run tokenizes up to "
+            f"{listing(paths)} have {size / 2**20:,.0f} MiB, and a run tokenizes up to "
             f"{limit / 2**20:,.0f} when it begins. {remedy}"
         )
 
@@ -178,8 +161,8 @@ def in_memory(paths: list[Path], tokenizer: AnyTokenizer) -> UInt[np.ndarray, " 
     """All tokens at once; raises if the text is large."""
     remedy = "Run `coat tokenize` once, and train on the files that it writes."
     require_small(paths, IN_MEMORY, remedy)
-    parts = [part.tokens for part in encoded(paths, tokenizer)]
-    return np.concatenate(parts) if parts else np.empty(0, tokenizer.dtype)
+    parts = (part.tokens for part in encode_files(paths, tokenizer))
+    return np.concatenate([np.empty(0, tokenizer.dtype), *parts])
 
 
 def write(
@@ -207,7 +190,7 @@ def write(
         "tokens": 0,
         "files": [],  # the number of tokens in each
     }
-    parts = encoded(paths, tokenizer)
+    parts = encode_files(paths, tokenizer)
     with full_disk(out.parent, out.name), atomic_folder(out, COMMAND) as folder:
         for first in parts:
             tokens = 0
@@ -225,7 +208,7 @@ def write(
             notes["files"].append(tokens)
         notes["tokens"] = sum(notes["files"])
         if not notes["tokens"]:
-            raise UserError(f"There is no text in {listed(paths)}.")
+            raise UserError(f"There is no text in {listing(paths)}.")
         (folder / SIDECAR).write_text(json.dumps(notes, indent=2) + "\n", "utf-8")
         manifest.write(folder)
     return notes

@@ -2,14 +2,8 @@
 
 import numpy as np
 import pytest
-from data_cases import (
-    SPACED,
-    named,
-    opened,
-    write_lines,
-    write_spaced_tokenizer,
-    write_tokenizer,
-)
+from data_cases import named, opened, write_lines
+from tokenizer_cases import SPACED, write_spaced_tokenizer, write_tokenizer
 
 from coat_jax.errors import UserError
 from coat_jax.tokenizers import Bytes, Tokenizer
@@ -70,7 +64,10 @@ def test_a_template_may_use_the_tokenizer_s_own_markers(tmp_path):
 
 
 @pytest.mark.parametrize("kind", SPACED)
-@pytest.mark.parametrize("template", ["[{role}] {content}{end}", "<{role}>\n{content} {end}\n"])
+@pytest.mark.parametrize(
+    "template",
+    ["[{role}] {content}{end}", "<{role}>\n{content} {end}\n", "[{role}]{content}</s>then{end}"],
+)
 def test_a_tokenizer_that_puts_a_space_first_sees_the_text_of_the_template(
     kind, template, tmp_path
 ):
@@ -81,10 +78,7 @@ def test_a_tokenizer_that_puts_a_space_first_sees_the_text_of_the_template(
     path = write_lines(tmp_path / "a.jsonl", [HELLO])
     found = read([path], Tokenizer(file), template).tokens.tolist()
     library = tokenizers.Tokenizer.from_file(str(file))
-    text = "".join(
-        template.format(role=message["role"], content=message["content"], end="</s>")
-        for message in HELLO["messages"]
-    )
+    text = "".join(template.format(**message, end="</s>") for message in HELLO["messages"])
     expected = library.encode(text, add_special_tokens=False).ids
     both = (library.decode(ids, skip_special_tokens=False) for ids in (found, expected))
     assert len(set(both)) == 1
@@ -104,60 +98,63 @@ def test_conversations_are_shared_between_the_splits(tmp_path):
     assert sorted([*found[0], *found[1]]) == answers
 
 
-def test_the_description_counts_truncated_documents(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", [HELLO] * 4)
-    loader = opened(named(path, kind="chat"), sequence=64)
-    assert "; truncated to that length: 3 documents" in loader.description
-
-
 NEEDED = "must have {role}, {content} and {end}"
 
 
 @pytest.mark.parametrize(
-    ("template", "named"),
+    ("template", "message"),
     [
         ("", NEEDED),
-        ("{role}{content}", NEEDED),
         ("{content}{role}{end}", NEEDED),
         ("{role}{role}{content}{end}", NEEDED),
         (r"<{role}>\n{content}{end}", "a backslash and an n where a new line must be meant"),
     ],
 )
-def test_a_template_without_its_parts_is_refused(template, named):
-    with pytest.raises(UserError, match=named):
+def test_a_template_without_its_parts_is_refused(template, message):
+    with pytest.raises(UserError, match=message):
         parts_of(template)
 
 
+NO_MESSAGES = 'no "messages" that are a list of at least one; its keys are '
+NOT_A_MESSAGE = 'a message is .* one of the roles .* perhaps "weight": 0, or 1 of the assistant'
+
+
 @pytest.mark.parametrize(
-    ("record", "named"),
+    ("record", "message"),
     [
-        (
-            {"text": "x"},
-            r'no "messages" that are a list of at least one; its keys are \[\'text\'\]',
+        ({"text": "x"}, rf"{NO_MESSAGES}\['text'\]"),
+        ({"messages": {}}, NO_MESSAGES),
+        *(
+            ({"messages": [message]}, NOT_A_MESSAGE)
+            for message in (
+                "x",
+                {"role": "user"},
+                {"role": "bot", "content": "x"},
+                ANSWER | {"weight": 0.5},
+                ANSWER | {"role": "user", "weight": 1},
+            )
         ),
-        ({"messages": {}}, 'no "messages" that are a list'),
-        ({"messages": ["x"]}, "a message is"),
-        ({"messages": [{"role": "user"}]}, "a message is"),
-        ({"messages": [{"role": "bot", "content": "x"}]}, "with one of the roles"),
         ({"messages": [{"role": "user", "content": "x"}]}, "no message of the assistant"),
         ({"messages": [ANSWER | {"weight": 0}]}, "or all have weight 0: nothing can be learned"),
-        ({"messages": [ANSWER | {"weight": 0.5}]}, "weight=0.5 must be 0, or 1 in a message of"),
-        ({"messages": [ANSWER | {"role": "user", "weight": 1}]}, "weight=1 must be 0, or 1"),
         ({"messages": [ANSWER | {"reasoning_content": "r"}]}, "has reasoning_content, which"),
         ({"messages": [ANSWER | {"content": None, "tool_calls": [1]}]}, "has tool_calls, which"),
         ({"messages": [ANSWER | {"content": "a\0b"}]}, r"A text has the character NUL.*'a\\x00b'"),
     ],
 )
-def test_a_line_that_is_not_a_conversation_is_refused_by_its_number(record, named, tmp_path):
+def test_a_line_that_is_not_a_conversation_is_refused_by_its_number(record, message, tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [HELLO, record])
-    with pytest.raises(ValueError, match=rf"a.jsonl:2:? .*{named}"):
+    with pytest.raises(ValueError, match=rf"a.jsonl:2:? .*{message}"):
         read([path], Bytes(), TEMPLATE)
 
 
-def test_more_than_fits_in_memory_and_an_empty_file_are_refused(tmp_path, monkeypatch):
+def test_files_that_cannot_be_divided_or_are_large_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"There is no conversation in .*a\.jsonl\."):
         read([write_lines(tmp_path / "a.jsonl", [])], Bytes(), TEMPLATE)
-    monkeypatch.setattr(chat, "IN_MEMORY", 100)
+    with pytest.raises(ValueError, match=r"train data has no token to predict in its 0 rows"):
+        opened(named(write_lines(tmp_path / "a.jsonl", [HELLO]), kind="chat"), sequence=64)
     path = write_lines(tmp_path / "a.jsonl", [HELLO] * 4)
+    description = opened(named(path, kind="chat"), sequence=64).description
+    assert "; truncated to that length: 3 documents" in description
+    monkeypatch.setattr(chat, "IN_MEMORY", 100)
     with pytest.raises(ValueError, match=r"a.jsonl .* Divide the conversations"):
         opened(named(path, kind="chat"), sequence=64)

@@ -71,14 +71,10 @@ def test_packing_is_nearly_full():
 
 
 def test_other_documents_or_another_plan_have_another_digest():
+    cases = ([3, 4, 2], 8, 0), ([4, 3, 2], 8, 0), ([3, 4, 2], 7, 0), ([3, 4, 2], 8, 1)
     digests = {
         Packed(documents_of(lengths), sequence=sequence, seed=seed).digest
-        for lengths, sequence, seed in [
-            ([3, 4, 2], 8, 0),
-            ([4, 3, 2], 8, 0),
-            ([3, 4, 2], 7, 0),
-            ([3, 4, 2], 8, 1),
-        ]
+        for lengths, sequence, seed in cases
     }
     assert len(digests) == 4
 

@@ -1,13 +1,14 @@
-"""Laws of sources: what a config names is what is read, and what is held out is not trained on."""
+"""Laws of sources: what a config names is what is read; what is held out is not trained on."""
 
 import hashlib
 import os
 
 import numpy as np
 import pytest
-from data_cases import named, opened, write_lines, write_tokenizer
+from data_cases import named, opened, same, write_lines
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizer_cases import write_tokenizer
 
 from coat_jax.errors import UserError
 from coat_jax.tokenizers import Tokenizer
@@ -48,23 +49,11 @@ def test_the_corpus_is_the_standard_library(tmp_path, monkeypatch):
         corpus.files_of()
 
 
-def test_a_part_that_is_too_short_names_what_divides_the_data(tmp_path):
-    np.save(tmp_path / "a.npy", np.arange(500, dtype=np.uint16))
-    message = r"5 of its 500 tokens are too few for a sequence of 8 .* data.held_out_part"
-    with pytest.raises(UserError, match=message):
-        opened(named(tmp_path / "a.npy"), "held_out")
-
-
-def test_an_unknown_split_is_refused():
-    for split in ("validation", "", None):
-        with pytest.raises(UserError, match=r"no split .*: use 'train' or 'held_out'"):
-            opened(DataConfig(), split)
-
-
 def test_the_corpus_is_there_without_a_word():
     train, held_out = (opened(DataConfig(), split, sequence=256) for split in ("train", "held_out"))
-    assert train.rows > held_out.rows > 40
+    assert len(train.rows) > len(held_out.rows) > 40
     assert next(train).tokens.max() < 256
+    train.close()
 
 
 @given(st.integers(100, 900), st.floats(0.05, 0.5), st.lists(st.integers(0, 899), max_size=30))
@@ -103,13 +92,6 @@ def test_a_last_document_is_held_out_whole_unless_it_is_long(tmp_path):
         assert tokens_of(opened(config, "held_out")) == set(range(401 - held_out, 400))
 
 
-def test_held_out_paths_leave_the_training_data_whole(tmp_path):
-    folder = shards(tmp_path / "a")
-    config = named(folder / "[01].npy", held_out=(str(folder / "2.npy"),))
-    assert tokens_of(opened(config)) == set(range(199))
-    assert tokens_of(opened(config, "held_out")) == set(range(200, 299))
-
-
 def shards(folder):
     """Token files, no token of which is in another."""
     folder.mkdir()
@@ -136,30 +118,18 @@ def test_a_file_is_read_once_whatever_leads_to_it(tmp_path):
     assert_nothing_is_in_both(tmp_path / "**" / "*.npy", folder / ".." / "a" / "2.npy")
 
 
-def test_many_ways_to_a_folder_are_one_and_links_in_a_circle_are_refused(tmp_path):
-    (tmp_path / "0").mkdir()
-    for name in ("x", "y"):
-        (tmp_path / "0" / name).symlink_to("../1")
-    folder = shards(tmp_path / "1")
-    pattern = tmp_path / "0" / "**" / "*.npy"
-    assert_nothing_is_in_both(pattern)
-    for target in (".", "..", "../1"):
-        (folder / "loop").symlink_to(target)
-        assert_nothing_is_in_both(folder / "*.npy")
-        with pytest.raises(UserError, match=r"loop.* leads back to .* circles. Remove the link"):
-            opened(named(pattern))
-        (folder / "loop").unlink()
-
-
-def test_a_file_cannot_be_trained_on_and_held_out(tmp_path):
-    """Whatever its name; those of the corpus neither."""
+def test_held_out_files_leave_the_training_data_whole_and_are_not_trained_on(tmp_path):
+    """Whatever the name of a file that is in both; those of the corpus neither."""
     folder = shards(tmp_path / "a")
+    config = named(folder / "[01].npy", held_out=(str(folder / "2.npy"),))
+    assert tokens_of(opened(config)) == set(range(199))
+    assert tokens_of(opened(config, "held_out")) == set(range(200, 299))
     (tmp_path / "soft.npy").symlink_to(folder / "2.npy")
     (tmp_path / "hard.npy").hardlink_to(folder / "2.npy")
-    same = folder / "2.npy", tmp_path / "soft.npy", tmp_path / "hard.npy"
+    names = folder / "2.npy", tmp_path / "soft.npy", tmp_path / "hard.npy"
     train, held_out = corpus.files_of()
     for config in (
-        *(named(folder / "*.npy", held_out=(str(path),)) for path in same),
+        *(named(folder / "*.npy", held_out=(str(path),)) for path in names),
         named(held_out[0], held_out=("corpus",)),
         named("corpus", held_out=(str(train[0]),)),
     ):
@@ -168,8 +138,7 @@ def test_a_file_cannot_be_trained_on_and_held_out(tmp_path):
 
 
 def test_pipes_devices_and_links_to_nothing_are_refused(tmp_path):
-    (tmp_path / "a.txt").write_text("text")
-    for name in ("pipe.text", "pipe.npy", "pipe.jsonl"):
+    for name in ("pipe.text", "pipe.npy"):
         os.mkfifo(tmp_path / name)
         for path in (tmp_path / name, tmp_path / "pipe.*", "/dev/zero"):
             with pytest.raises(UserError, match="is a pipe or a device: a file must be a regular"):
@@ -191,14 +160,6 @@ def test_suffixes_are_read_in_any_case(tmp_path):
     assert tokens_of(train) == set(b"the thing\0")
 
 
-def test_data_without_a_label_is_refused(tmp_path):
-    np.save(tmp_path / "a.npy", np.full(100, END, np.uint16))
-    config = named(tmp_path / "a.npy", end_of_text=END, held_out_part=0.3)
-    for split in ("train", "held_out"):
-        with pytest.raises(UserError, match=f"The {split} data has no token to predict"):
-            opened(config, split, sequence=8)
-
-
 def test_files_are_read_in_the_order_of_their_names(tmp_path):
     for name in ("b", "a", "c"):
         (tmp_path / name).mkdir()
@@ -208,48 +169,84 @@ def test_files_are_read_in_the_order_of_their_names(tmp_path):
     assert bytes(batch.tokens[0].tolist()) == b"aaaa\0bbbb\0ccc"
 
 
-def test_text_and_its_token_files_are_the_same_rows(tmp_path):
-    texts = [{"text": f"the thing number {number}"} for number in range(40)]
-    path = write_lines(tmp_path / "a.jsonl", texts)
-    tokenizer = str(write_tokenizer(tmp_path / "tokenizer.json"))
-    write([path], tmp_path / "out", Tokenizer(tokenizer))
-    direct = named(path, tokenizer=tokenizer, held_out_part=0.1)
-    made = named(tmp_path / "out" / "*.npy", held_out_part=0.1)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Token files and texts, by two tokenizers and by an unknown one."""
+    folder = tmp_path_factory.mktemp("splits")
+    texts = [{"text": f"the thing that they thought {number}"} for number in range(40)]
+    path = write_lines(folder / "a.jsonl", texts)
+    (folder / "held.txt").write_text("another thing that they thought " * 9)
+    for name, vocab in (("one", 280), ("other", 270)):
+        tokenizer = Tokenizer(write_tokenizer(folder / f"{name}.json", vocab=vocab))
+        write([path], folder / name, tokenizer)
+        write([path], folder / f"{name}_held", tokenizer)
+    np.save(folder / "raw.npy", np.arange(500, dtype=np.uint16))
+    np.save(folder / "unlabelled.npy", np.full(100, END, np.uint16))
+    return folder
+
+
+@pytest.mark.parametrize("split", ["train", "held_out"])
+def test_text_and_its_token_files_are_the_same_rows(split, folder):
+    text = named(folder / "a.jsonl", tokenizer=f"{folder}/one.json", held_out_part=0.1)
+    made = named(folder / "one" / "*.npy", held_out_part=0.1)
+    one, other = (opened(config, split, vocab=300) for config in (text, made))
+    assert one.rows.digest == other.rows.digest
+    assert all(same(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out", "tokenizer", "message"),
+    [
+        ("one/*.npy", "other_held/*.npy", None, "several tokenizers: data"),
+        ("one/*.npy", "held.txt", None, "several tokenizers: .* data.held_out bytes"),
+        ("raw.npy", "held.txt", None, "data.train unknown, data.held_out bytes"),
+        ("other/*.npy", "held.txt", "one.json", "several tokenizers: data.tokenizer"),
+        ("other/*.npy", None, "one.json", "several tokenizers: data.tokenizer"),
+        ("raw.npy", "corpus", "one.json", "several tokenizers: data"),
+        ("one/*.npy", "one_held/*.npy", None, None),
+        ("one/*.npy", "held.txt", "one.json", None),
+        ("raw.npy", "held.txt", "one.json", None),
+    ],
+)
+def test_all_data_have_one_tokenizer(train, held_out, tokenizer, message, folder):
+    held_out = [held_out if held_out == "corpus" else f"{folder}/{held_out}"] if held_out else []
+    tokenizer = tokenizer and f"{folder}/{tokenizer}"
+    config = named(folder / train, held_out=tuple(held_out), tokenizer=tokenizer)
     for split in ("train", "held_out"):
-        one, other = opened(direct, split, vocab=300), opened(made, split, vocab=300)
-        assert one.digest == other.digest
-        for a, b in zip(one, other, strict=True):
-            assert all(map(np.array_equal, a, b))
+        if message is None:
+            assert opened(config, split).rows
+        else:
+            with pytest.raises(UserError, match=message):
+                opened(config, split)
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", [{"text": "the thing"}] * 9)
-    tokenizer = str(write_tokenizer(tmp_path / "tokenizer.json"))
-    with pytest.raises(ValueError, match=r"tokenizer.json has a vocabulary of \d+, .* one of 256"):
-        opened(named(path, tokenizer=tokenizer), vocab=256)
-    write([path], tmp_path / "out", Tokenizer(tokenizer))
-    with pytest.raises(ValueError, match=r"out has a vocabulary of (\d+), .* --model.vocab \1\."):
-        opened(named(tmp_path / "out" / "*.npy"), vocab=256)
-    with pytest.raises(ValueError, match="Text as bytes has a vocabulary of 256"):
-        opened(named(path), vocab=255)
-
-
-def test_paths_that_name_no_data_are_refused(tmp_path):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "a.txt").write_text("text")
-    np.save(tmp_path / "a.npy", np.arange(9, dtype=np.uint16))
-    tokenizer = str(write_tokenizer(tmp_path / "tokenizer.json"))
-    for config, error, message in (
-        (named(tmp_path / "none.npy"), FileNotFoundError, "There is no file .*none.npy"),
-        (named(tmp_path / "*.none"), FileNotFoundError, r"No file matches .*\*\.none"),
-        (named(tmp_path / "folder"), UserError, r"Name its files by a pattern, as in '.*\*\.npy'"),
-        (named(*sorted(tmp_path.glob("a.*"))), UserError, "a.txt holds text, and other files"),
-        (named("corpus", tmp_path / "a.txt"), UserError, "it takes no other files"),
-        (DataConfig(kind="chat"), UserError, "no data.kind 'chat'"),
-        (DataConfig(tokenizer=tokenizer), UserError, "no data.tokenizer"),
-    ):
-        with pytest.raises(error, match=message):
-            opened(config)
+@pytest.mark.parametrize(
+    ("train", "changes", "message"),
+    [
+        ("none.npy", {}, "There is no file .*none.npy"),
+        ("*.none", {}, r"No file matches .*\*\.none"),
+        ("one", {}, r"Name its files by a pattern, as in '.*\*\.npy'"),
+        ("raw.npy held.txt", {}, "held.txt holds text, and other files"),
+        ("raw.npy corpus", {}, "it takes no other files"),
+        ("corpus", {"kind": "chat"}, "no data.kind 'chat'"),
+        ("corpus", {"tokenizer": "one.json"}, "no data.tokenizer"),
+        ("one/*.npy", {"vocab": 256}, r"one needs a vocab\w+ of (\d+), .* --model.vocab \1\."),
+        ("a.jsonl", {"vocab": 256, "tokenizer": "one.json"}, r"one.json needs .*has one of 256"),
+        ("a.jsonl", {"vocab": 255}, "Text as bytes needs a vocabulary of 256"),
+        ("raw.npy", {"end_of_text": 1000}, "end_of_text=1000 needs .* has one of 1,000"),
+        ("raw.npy", {"split": "validation"}, "no split 'validation': use 'train' or 'held_out'"),
+        ("raw.npy", {"split": "held_out"}, "5 of its 500 tokens are too few .*held_out_part"),
+        ("unlabelled.npy", {"end_of_text": END}, "The train data has no token to predict in its"),
+    ],
+)
+def test_data_that_cannot_be_trained_on_are_refused(train, changes, message, folder):
+    how = {name: changes[name] for name in ("split", "vocab") if name in changes}
+    fields = {name: value for name, value in changes.items() if name not in how}
+    if "tokenizer" in fields:
+        fields["tokenizer"] = f"{folder}/{fields['tokenizer']}"
+    paths = (name if name == "corpus" else folder / name for name in train.split())
+    with pytest.raises(UserError, match=message):
+        opened(named(*paths, **fields), **how)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,6 @@
 """Laws of token files: every layout holds the same tokens, and what is not tokens is refused."""
 
 import itertools
-import json
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +12,7 @@ from coat_jax.errors import UserError
 from coat_jax.manifest import DamagedCheckpoint
 from coat_jax.tokenizers import Bytes
 from coat_jax.training.data import token_files, tokenizing
-from coat_jax.training.data.stream import Stream, part_in_memory
+from coat_jax.training.data.stream import Stream
 from coat_jax.training.data.token_files import open_files, sidecar_of
 
 TOKENS = np.arange(5000) * 7 % 4999
@@ -47,23 +44,21 @@ def llm_c(path, dtype):
 @pytest.mark.parametrize("layout", [npy, npy_without_header, raw, llm_c])
 def test_every_layout_holds_the_same_tokens(layout, dtype, tmp_path):
     told = dtype if layout in (npy_without_header, raw) else None
-    (file,) = open_files([layout(tmp_path / "tokens", dtype)], dtype=told)
-    assert file.length == len(TOKENS)
-    read = file.read(10, 4000)
+    (file,) = open_files([layout(tmp_path / "tokens", dtype)], dtype=told).values()
+    assert len(file) == len(TOKENS)
+    read = file[10:4000]
     assert read.dtype == dtype
     assert np.array_equal(read, TOKENS[10:4000])
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.data())
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any), st.data())
 def test_parts_are_read_as_one(lengths, data):
     edges = np.cumsum([0, *lengths]).tolist()
-    parts = [
-        part_in_memory("part", TOKENS[start:stop].astype(np.uint16))
-        for start, stop in itertools.pairwise(edges)
-    ]
+    parts = [TOKENS[start:stop].astype(np.uint16) for start, stop in itertools.pairwise(edges)]
     start = data.draw(st.integers(0, edges[-1] - 1))
     stop = data.draw(st.integers(start + 1, edges[-1]))
-    assert np.array_equal(Stream(parts).read(start, stop, vocab=5000), TOKENS[start:stop])
+    read = Stream(dict(enumerate(parts)), 5000).read(start, stop)
+    assert np.array_equal(read, TOKENS[start:stop])
 
 
 def test_a_file_is_not_loaded(tmp_path):
@@ -71,38 +66,17 @@ def test_a_file_is_not_loaded(tmp_path):
     with (tmp_path / "large.bin").open("wb") as file:
         file.truncate(1 << 36)
     loader = opened(named(tmp_path / "large.bin"), vocab=1)
-    assert loader.rows > 1 << 31
+    assert len(loader.rows) > 1 << 31
     assert next(loader).tokens.tolist() == [[0] * 8]
     loader.close()
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files")
-def test_only_so_many_files_are_open(tmp_path):
-    for number in range(token_files.OPEN_FILES + 50):
-        np.save(tmp_path / f"{number:03}.npy", np.full(4, number, np.uint16))
-    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    stream = Stream(open_files(sorted(tmp_path.iterdir()), dtype=None))
-    read = stream.read(0, len(stream), vocab=1000)
-    assert np.array_equal(read, np.repeat(np.arange(token_files.OPEN_FILES + 50), 4))
-    assert len(os.listdir("/proc/self/fd")) - before <= token_files.OPEN_FILES  # noqa: PTH208
-
-
-def test_a_file_that_was_made_again_is_read_again(tmp_path):
-    for value in (1, 2):
-        np.save(tmp_path / "new.npy", np.full(9, value, np.uint16))
-        (tmp_path / "new.npy").replace(tmp_path / "a.npy")
-        (file,) = open_files([tmp_path / "a.npy"], dtype=None)
-        assert file.read(0, 9).tolist() == [value] * 9
-
-
-def test_a_token_outside_the_vocabulary_is_named(tmp_path):
+def test_a_token_outside_the_vocabulary_is_named(tmp_path, monkeypatch):
+    """When the data are opened; or in a batch, if no sample had it."""
     for number, bad in enumerate([99, 100]):
         np.save(tmp_path / f"{number}.npy", np.array([*range(50), bad, 1, 2], np.uint16))
     with pytest.raises(ValueError, match=r"1.npy: token 50 is 100, .* vocabulary of 100"):
         opened(named(tmp_path / "*.npy"), vocab=100)
-
-
-def test_it_is_found_in_a_row_that_no_sample_saw(tmp_path, monkeypatch):
     monkeypatch.setattr("coat_jax.training.data.stream.SAMPLES", 1)
     monkeypatch.setattr("coat_jax.training.data.stream.SAMPLE", 8)
     np.save(tmp_path / "a.npy", np.array([1] * 60 + [300] + [1] * 39, np.uint16))
@@ -119,7 +93,6 @@ def test_it_is_found_in_a_row_that_no_sample_saw(tmp_path, monkeypatch):
         (np.ones(9, np.int64), r"int64\[9\]"),
         (np.ones(9, ">u2"), "uint16 or uint32 of this machine's byte order"),
         (np.ones((3, 3), np.uint16), r"uint16\[3, 3\]"),
-        (np.ones(0, np.uint16), "holds no tokens"),
         (np.array([{}]), "Python objects"),
     ],
 )
@@ -159,41 +132,37 @@ def test_files_that_are_not_what_they_should_be_are_refused(tmp_path):
         opened(named(raw(tmp_path / "a", "uint16"), dtype="uint32"), vocab=50304)
 
 
-def folder_with(tmp_path, name, notes):
-    (tmp_path / name).mkdir()
-    (tmp_path / name / "tokens.json").write_text(notes)
-    return npy(tmp_path / name / "a", "uint16")
-
-
-def test_notes_beside_files_are_read_and_must_name_one_tokenizer(tmp_path):
-    notes = {"vocab": 9, "end_of_text": 3, "tokenizer": "x"}
-    one = folder_with(tmp_path, "a", json.dumps(notes))
-    other = folder_with(tmp_path, "b", json.dumps(notes | {"tokenizer": "y"}))
-    assert sidecar_of([one]) == notes
-    assert sidecar_of([npy(tmp_path / "b", "uint16")]) is None
-    with pytest.raises(ValueError, match="different tokenizers"):
-        sidecar_of([one, other])
+def folder_with(folder, notes):
+    folder.mkdir()
+    (folder / "tokens.json").write_text(notes)
+    return npy(folder / "a", "uint16")
 
 
 NOTES = '{"vocab": 9, "end_of_text": 3, "tokenizer": "x"}'
 
 
+def test_notes_beside_files_are_read_and_must_name_one_tokenizer(tmp_path):
+    one = folder_with(tmp_path / "a", NOTES)
+    assert sidecar_of([one]) == {"vocab": 9, "end_of_text": 3, "tokenizer": "x"}
+    other = folder_with(tmp_path / "b", NOTES.replace('"x"', '"y"'))
+    with pytest.raises(ValueError, match="different tokenizers"):
+        sidecar_of([one, other])
+
+
 @pytest.mark.parametrize(
-    ("notes", "named"),
+    ("notes", "message"),
     [
         ("{", "is not JSON"),
         ("[]", "is not a JSON object, but list"),
-        ("[" * 9999, "is not JSON: maximum recursion depth exceeded"),
         ('{"vocab": 9}', "end_of_text=None must be a whole number from 0"),
-        (NOTES.replace("9", '"9"'), "vocab='9' must be a whole number from 1"),
         (NOTES.replace("9", "1e999"), "vocab=inf must be a whole number from 1"),
         (NOTES.replace("3", "-1"), "end_of_text=-1 must be a whole number from 0"),
         (NOTES.replace('"x"', "null"), "tokenizer=None must be text"),
     ],
 )
-def test_damaged_notes_are_refused(notes, named, tmp_path):
-    with pytest.raises(UserError, match=rf"tokens.json:? {named}"):
-        sidecar_of([folder_with(tmp_path, "a", notes)])
+def test_damaged_notes_are_refused(notes, message, tmp_path):
+    with pytest.raises(UserError, match=rf"tokens.json:? {message}"):
+        sidecar_of([folder_with(tmp_path / "a", notes)])
 
 
 @pytest.mark.parametrize("name", ["00000.npy", "tokens.json"])
