@@ -29,8 +29,8 @@ from coat_jax.numerics import eight_bits
 from coat_jax.numerics.eight_bits import EightBits
 from coat_jax.numerics.quantizer import COARSE, FINE, Fit
 from coat_jax.ops.quantized import row_scales
-from coat_jax.quantization.projections import modular, paths_of, unstacked
-from coat_jax.quantization.recipe import CANDIDATES, Recipe, require_recipe
+from coat_jax.quantization.projections import paths_of, replace_projections, unstack
+from coat_jax.quantization.recipe import CANDIDATES, Recipe
 
 SHIFT = 18  # the bits of FP32 that a bin leaves out: it has 5 bits of the mantissa
 BINS = 1 << (31 - SHIFT)
@@ -82,7 +82,6 @@ def calibrate(
             share a program.
         recipe: for `quantize`.
     """
-    require_recipe(recipe)
     recipe.require_matches(paths_of(model.config))
     found = observe(model, token_batches, recipe.is_left)
     for path, inputs in found.items():
@@ -97,8 +96,8 @@ def observe(
     is_left: Callable[[str], bool] = lambda path: False,
 ) -> dict[str, Inputs]:
     """Statistics of the inputs of all projections that are not `is_left`; no range is checked."""
-    observed = modular(
-        unstacked(model),
+    observed = replace_projections(
+        unstack(model),
         lambda path, kernel, bias: (Dense if is_left(path) else _Observed)(kernel, bias),
     )
     blocks = [nnx.split(block) for block in observed.layers]
@@ -222,7 +221,7 @@ def statistics(x: Float[Array, "*rows K"]) -> Any:
     return counts, columns, jnp.sum(jnp.square(wide / unit)), jnp.stack(errors)
 
 
-def on_host(found: Any) -> Inputs:
+def to_host(found: Any) -> Inputs:
     """What `statistics` found, in FP64."""
     counts, columns, squares, errors = (np.asarray(one) for one in found)
     unit = np.square(columns.max().astype(np.float64))
@@ -241,7 +240,7 @@ def _by_path(seen: Any, layer: int) -> dict[str, Inputs]:
     found = {}
     for path, leaf in nnx.to_flat_state(seen):
         name = ".".join(("layers", str(layer), *map(str, path[:-1])))
-        found[name] = on_host(leaf.get_value())
+        found[name] = to_host(leaf.get_value())
     return found
 
 

@@ -154,7 +154,7 @@ def _target(value: Any) -> _Target:
     if not text.startswith("re:"):
         return _Target(text, 0, lambda module: module == text)
     try:
-        pattern, ways = patterns.compiled(text.removeprefix("re:"))
+        pattern, ways = patterns.compile_bounded(text.removeprefix("re:"))
     except ValueError as error:
         raise UserError(
             f"config.json: {ENTRY} has the pattern {shown(text)}, which is not matched: {error}. "

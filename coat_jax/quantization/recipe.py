@@ -69,14 +69,6 @@ class Recipe:
             raise UserError(f"leave={self.leave!r} matches every projection: nothing is quantized.")
 
 
-def require_recipe(recipe: Recipe) -> None:
-    """Raises unless it is a Recipe."""
-    if not isinstance(recipe, Recipe):
-        raise TypeError(
-            f"A recipe is a quantization.Recipe, not {recipe!r}: pass Recipe(format='int8')."
-        )
-
-
 class Scheme(NamedTuple):
     """How one projection is quantized: the format of its codes, and how its inputs are rounded."""
 

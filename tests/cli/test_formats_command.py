@@ -80,7 +80,7 @@ def test_a_run_and_a_hugging_face_folder_say_the_same(theirs, tmp_path, capsys):
 def test_a_sample_has_whole_channels(theirs):
     config = weights.model_config(theirs)
     parameters = hf.read(theirs, config)
-    one = best_formats.arranged(parameters, scan=False)["layers", 0, "mlp", "gate"]
+    one = best_formats.arrange(parameters, scan=False)["layers", 0, "mlp", "gate"]
     x = one.read((slice(None),) * 2)
     few = best_formats._sample(one, Quantizer("INT8", "channel"), -1, x.shape[0] * 3)
     np.testing.assert_array_equal(few, x[:, [0, x.shape[1] // 2 - 1, x.shape[1] - 1]])

@@ -12,7 +12,7 @@ from coat_jax import quantization as q
 from coat_jax.errors import UserError
 from coat_jax.numerics.eight_bits import LARGEST
 from coat_jax.numerics.quantizer import Quantizer, Range, sqnr_bits
-from coat_jax.quantization.calibration import input_noise, input_scale, on_host, statistics
+from coat_jax.quantization.calibration import input_noise, input_scale, statistics, to_host
 
 CONFIG = dataclasses.replace(SMALL, dtype=jnp.float32, scan=False)
 TOKENS = np.random.default_rng(0).integers(0, SMALL.vocab, (3, 2, 16))
@@ -20,7 +20,7 @@ STATIC = q.Recipe(activations="static")
 
 
 def inputs_of(x):
-    return on_host(jax.jit(statistics)(x))
+    return to_host(jax.jit(statistics)(x))
 
 
 def samples(kind, shape=(500, 400)):

@@ -9,12 +9,12 @@ import pytest
 from flax import nnx
 from small_model import SMALL, filled
 
-from coat_jax import generation, nn
+from coat_jax import nn
 from coat_jax import quantization as q
 from coat_jax.errors import UserError
 from coat_jax.nn.modular import Dense
 from coat_jax.ops.quantized import ACTIVATION_MODES
-from coat_jax.quantization.projections import modular, paths_of, unstacked
+from coat_jax.quantization.projections import paths_of, replace_projections, unstack
 
 FAMILIES = {
     "llama": {},
@@ -63,7 +63,7 @@ def of_even_weights(*outliers, size=8.0):
 def test_modules_compute_what_the_model_does(family, scan):
     """In every family, layers stacked or not: to the order of sums in FP32."""
     model = model_of(family, scan=scan)
-    same = modular(unstacked(model), lambda path, kernel, bias: Dense(kernel, bias))
+    same = replace_projections(unstack(model), lambda path, kernel, bias: Dense(kernel, bias))
     tokens = jnp.asarray(TOKENS[0])
     exact = model(tokens)
     np.testing.assert_allclose(same(tokens), exact, atol=1e-4 * float(abs(exact).max()))
@@ -98,19 +98,6 @@ def test_every_projection_that_is_not_left_takes_a_byte_a_parameter():
     assert sum(layer.nbytes for layer in layers) == count + 4 * scales
     assert small.embed[...] is model.embed[...]
     assert small.head[...] is model.head[...]
-
-
-def test_it_generates_what_its_own_logits_say():
-    small = quantized(model_of(), activations="dynamic")
-    prompt = [3, 1, 4, 1, 5]
-    (new,) = generation.generate(
-        small, [prompt], max_tokens=6, sampling=generation.Sampling(temperature=0)
-    )
-    text = prompt + new
-    logits = np.asarray(small(jnp.asarray([text])))[0]
-    for i, token in enumerate(new, len(prompt) - 1):
-        best = logits[i].max()
-        assert logits[i][token] > best - 1e-3 * np.abs(logits).max()
 
 
 # --- Mixed formats ---------------------------------------------------------------------------
@@ -175,20 +162,11 @@ def test_a_recipe_that_does_not_fit_is_refused(settings, named):
         quantized(model_of(), **settings)
 
 
-@pytest.mark.parametrize("recipe", ["int8", {"format": "int8"}])
-def test_a_recipe_is_a_recipe(recipe):
-    model = filled(SMALL)
-    for call in (lambda: q.quantize(model, recipe), lambda: q.calibrate(model, [], recipe)):
-        with pytest.raises(TypeError, match=r"not .*int8.*pass Recipe\(format='int8'\)"):
-            call()
-
-
 def test_a_quantized_model_is_not_quantized_again():
-    small = quantized(model_of())
-    with pytest.raises(UserError, match="already quantized"):
-        q.quantize(small, q.Recipe())
-    with pytest.raises(UserError, match="already quantized"):
-        q.calibrate(small, TOKENS, q.Recipe(activations="static"))
+    small = quantized(model_of(layers=1))
+    for call in (lambda: q.quantize(small, q.Recipe()), lambda: q.calibrate(small, [], q.Recipe())):
+        with pytest.raises(UserError, match="already quantized"):
+            call()
 
 
 def test_ranges_are_given_where_they_are_needed():

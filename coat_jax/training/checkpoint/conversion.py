@@ -15,7 +15,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from coat_jax import quantization
 from coat_jax.errors import UserError
 from coat_jax.files import expand_user
-from coat_jax.models import Config, hf, lazy_arrays
+from coat_jax.models import hf, lazy_arrays
 from coat_jax.models.lazy_arrays import LazyArray, Name, Parameters
 from coat_jax.nn import MeshAxes
 from coat_jax.quantization import Recipe
@@ -32,12 +32,14 @@ from coat_jax.quantization.balancing import balance_parameters, find_factors, re
 from coat_jax.quantization.calibration import observe
 from coat_jax.training.checkpoint import tokenizer_files, weights
 from coat_jax.training.checkpoint.tokenizer_files import TokenizerFiles
+from coat_jax.training.families import hf_of
 from coat_jax.writing import atomic_folder, require_new_folder, write_failures
 
 ROWS, LONGEST = 8, 512  # of a batch of calibration tokens
 
 COMMAND = "coat convert"
 OnProgress = Callable[[int, int], object]
+Note = Callable[[str], object]
 
 
 def to_run(
@@ -59,12 +61,8 @@ def to_run(
         tokenizer: a tokenizer.json to put beside them; by default the one in the folder.
         progress: called with the bytes to be read in all, and those read since its last call.
     """
-    source, new = expand_user(source), _require_new(out)
-    weights.require_not_quantized(source, "A run")
-    config = weights.model_config(source)
-    files = tokenizer_files.read(source, tokenizer, config.vocab)
-    files = tokenizer_files.with_special_tokens(files, weights.read_config_json(source))
-    parameters = hf.read(source, config)
+    model = _read(source, out, "A run", tokenizer)
+    parameters = model.parameters
     kinds = {one.dtype if dtype is None else jnp.dtype(dtype) for one in parameters.values()}
     if len(kinds) > 1:
         names = ", ".join(sorted(kind.name for kind in kinds))
@@ -73,14 +71,10 @@ def to_run(
             "with --dtype, or in code with dtype=."
         )
     (kind,) = kinds
-    config = dataclasses.replace(config, param_dtype=kind, dtype=kind)
-    parameters = {
-        name: lazy_arrays.cast(one, kind, ".".join(map(str, name)))
-        for name, one in parameters.items()
-    }
-    advance = functools.partial(progress, _total(parameters))
-    with _written(new, files, parameters) as folder:
-        parameters = _balanced(config, parameters, balance_on)
+    config = dataclasses.replace(model.config, param_dtype=kind, dtype=kind)
+    cast = {name: lazy_arrays.cast(one, kind, _dotted(name)) for name, one in parameters.items()}
+    model = model._replace(config=config, parameters=cast)
+    with _new_folder(model, balance_on, progress) as (folder, parameters, advance):
         weights.write(folder, config, parameters, progress=advance)
 
 
@@ -94,7 +88,7 @@ def to_hugging_face(
     tokenizer: str | Path | None = None,
     file_bytes: int = hf.FILE_BYTES,
     progress: OnProgress = lambda total, size: None,
-    note: Callable[[str], object] = lambda text: None,
+    note: Note = lambda text: None,
 ) -> None:
     """Writes the model of a run for transformers; for other arguments see `to_run`.
 
@@ -107,20 +101,16 @@ def to_hugging_face(
         note: called with a line about each checkpoint that is skipped, a missing tokenizer, and a
             tokenizer that begins texts with other tokens than training did.
     """
-    source, new = expand_user(source), _require_new(out)
-    config = weights.model_config(source)
-    config_json = weights.read_config_json(source)
-    files = tokenizer_files.read_of_run(source, config_json, tokenizer, config.vocab, note)
-    parameters = weights.parameters_of(source, _in_full(config, dtype), step=step, note=note)
-    with _written(new, files, parameters) as folder:
-        hf.write(
+    model = _read(source, out, "Another format", tokenizer, dtype=dtype, step=step, note=note)
+    with _new_folder(model, balance_on, progress) as (folder, parameters, advance):
+        hf_of(model.config).write(
             folder,
-            config,
-            _balanced(config, parameters, balance_on),
+            model.config,
+            parameters,
             dtype=dtype,
-            extra=tokenizer_files.special_tokens(tokenizer_files.generation_in(files)),
+            extra=tokenizer_files.special_tokens(model.files),
             file_bytes=file_bytes,
-            progress=functools.partial(progress, _total(parameters)),
+            progress=advance,
         )
 
 
@@ -135,7 +125,7 @@ def to_quantized(
     dtype: DTypeLike | None = None,
     tokenizer: str | Path | None = None,
     progress: OnProgress = lambda total, size: None,
-    note: Callable[[str], object] = lambda text: None,
+    note: Note = lambda text: None,
 ) -> dict[str, quantization.Scheme]:
     """Writes a quantized model for `coat generate`, vLLM and transformers; see `to_hugging_face`.
 
@@ -148,23 +138,12 @@ def to_quantized(
     Returns:
         The scheme of each quantized projection, by its path.
     """
-    source, new = expand_user(source), _require_new(out)
-    weights.require_not_quantized(source, "Quantization")
-    config_json = weights.read_config_json(source)
-    config = _in_full(_on_one_device(weights.model_config(source)), dtype)
-    if weights.is_run(config_json):
-        files = tokenizer_files.read_of_run(source, config_json, tokenizer, config.vocab, note)
-        extra = tokenizer_files.special_tokens(tokenizer_files.generation_in(files))
-    else:
-        files = tokenizer_files.read(source, tokenizer, config.vocab)
-        extra = tokenizer_files.special_tokens(config_json)
-    parameters = weights.parameters_of(source, config, step=step, note=note)
-    with _written(new, files, parameters) as folder:
-        parameters, ranges = _balanced(config, parameters, balance_on), None
+    model = _read(source, out, "Quantization", tokenizer, dtype=dtype, step=step, note=note)
+    config, ranges = _on_one_device(model.config), None
+    with _new_folder(model, balance_on, progress) as (folder, parameters, advance):
         if recipe.calibrated:
-            model = lazy_arrays.load(config, parameters)
-            ranges = quantization.calibrate(model, _batches(tokens, config.context), recipe)
-            del model
+            batches = _batches(tokens, config.context)
+            ranges = quantization.calibrate(lazy_arrays.load(config, parameters), batches, recipe)
         return quantization.save_quantized(
             folder,
             config,
@@ -172,69 +151,90 @@ def to_quantized(
             recipe,
             ranges,
             dtype=dtype,
-            extra=extra,
-            progress=functools.partial(progress, _total(parameters)),
+            extra=tokenizer_files.special_tokens(model.files),
+            progress=advance,
         )
 
 
-def _require_new(out: str | Path) -> Path:
-    new = expand_user(out)
+class _Model(NamedTuple):
+    """A model to be written to the folder `new`; its parameters are not in memory."""
+
+    new: Path
+    config: Any
+    parameters: Parameters
+    files: TokenizerFiles
+
+
+def _read(
+    source: str | Path,
+    out: str | Path,
+    purpose: str,
+    tokenizer: str | Path | None,
+    *,
+    dtype: DTypeLike | None = None,
+    step: int | None = None,
+    note: Note = lambda text: None,
+) -> _Model:
+    """The model in a folder; raises if it cannot be converted, or there is a folder `out`."""
+    source, new = expand_user(source), expand_user(out)
     require_new_folder(new, COMMAND)
-    return new
+    weights.require_not_quantized(source, purpose)
+    config, config_json = weights.model_config(source), weights.read_config_json(source)
+    hf_of(config)
+    files = tokenizer_files.read(source, config_json, tokenizer, config.vocab, note)
+    if dtype is not None and jnp.dtype(dtype) == jnp.float32:  # then corrections count
+        config = dataclasses.replace(config, param_dtype=jnp.float32)
+    parameters = weights.parameters_of(source, config, step=step, note=note)
+    return _Model(new, config, parameters, files)
 
 
 @contextlib.contextmanager
-def _written(new: Path, files: TokenizerFiles, parameters: Parameters) -> Iterator[Path]:
-    """The folder to write a model in. It gets the tokenizer's files, and appears at the end."""
-    failures = write_failures(new.parent, "The model", _total(parameters))
-    with atomic_folder(new, COMMAND) as folder, failures:
-        yield folder
-        tokenizer_files.write(files, folder)
+def _new_folder(
+    model: _Model, balance_on: Sequence[int], progress: OnProgress
+) -> Iterator[tuple[Path, Parameters, Callable[[int], object]]]:
+    """The folder to write a model in, its parameters, and what to call with bytes that were read.
+
+    The folder gets the tokenizer's files, and appears at the end.
+    """
+    total = sum(map(lazy_arrays.size_of, model.parameters.values()))
+    failures = write_failures(model.new.parent, "The model", total)
+    with atomic_folder(model.new, COMMAND) as folder, failures:
+        yield folder, _balance(model, balance_on), functools.partial(progress, total)
+        tokenizer_files.write(model.files, folder)
 
 
-def _total(parameters: Parameters) -> int:
-    return sum(map(lazy_arrays.size_of, parameters.values()))
-
-
-def _in_full(config: Config, dtype: DTypeLike | None) -> Config:
-    """The config to read parameters with: if FP32 is requested, corrections count."""
-    is_fp32 = dtype is not None and jnp.dtype(dtype) == jnp.float32
-    return dataclasses.replace(config, param_dtype=jnp.float32) if is_fp32 else config
-
-
-def _on_one_device(config: Config) -> Config:
+def _on_one_device(config: Any) -> Any:
     """The config of the model while it is calibrated."""
     config = quantization.inference_config(config)
     return dataclasses.replace(config, axes=MeshAxes(), batch_axes=())
 
 
-def _balanced(
-    config: Config, parameters: Parameters, tokens: Sequence[int]
-) -> dict[Name, LazyArray]:
+def _balance(model: _Model, tokens: Sequence[int]) -> dict[Name, LazyArray]:
     """The parameters of a model, balanced on a text if there is one; reading a NaN raises."""
     parameters = {
         name: one._replace(read=functools.partial(_read_finite, name, one.read))
-        for name, one in parameters.items()
+        for name, one in model.parameters.items()
     }
     if not tokens:
         return parameters
-    require_balanceable(config)
-    config, apart = _on_one_device(config), lazy_arrays.arranged(parameters, scan=False)
-    model = lazy_arrays.load(config, apart)
-    ranges = observe(model, _batches(tokens, config.context))
-    del model
-    factors = find_factors(config, lambda name: apart[name].whole(), ranges)
-    return balance_parameters(parameters, factors)
+    require_balanceable(model.config)
+    config = _on_one_device(model.config)
+    ranges = observe(lazy_arrays.load(config, parameters), _batches(tokens, config.context))
+    return balance_parameters(parameters, find_factors(config, parameters, ranges))
 
 
 def _read_finite(name: Name, read: Callable[[Any], np.ndarray], index: Any) -> np.ndarray:
     part = read(index)
     if not np.isfinite(part).all():
         raise UserError(
-            f"{'.'.join(map(str, name))} has a NaN or an infinity: the model is damaged, or its "
-            "training diverged."
+            f"{_dotted(name)} has a NaN or an infinity: the model is damaged, or its training "
+            "diverged."
         )
     return part
+
+
+def _dotted(name: Name) -> str:
+    return ".".join(map(str, name))
 
 
 def _batches(tokens: Sequence[int], context: int) -> Iterator[np.ndarray]:
