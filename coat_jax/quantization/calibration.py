@@ -22,8 +22,9 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from coat_jax.errors import UserError
-from coat_jax.models import Config, Llama
+from coat_jax.models import Llama
 from coat_jax.models.batches import require_known
+from coat_jax.models.llama import require_tokens
 from coat_jax.nn.modular import Dense
 from coat_jax.numerics import eight_bits
 from coat_jax.numerics.eight_bits import EightBits
@@ -104,14 +105,17 @@ def observe(
     found: dict[str, Inputs] = {}
     for batch in token_batches:
         tokens = np.asarray(batch)  # JAX would truncate 64 bits to 32
-        _require_tokens(tokens, model.config)
+        require_tokens(model.config, tokens)
+        require_known("The calibration text has", tokens.ravel(), model.config.vocab)
+        if tokens.size == 0:
+            continue
         x = observed.embedded(jnp.asarray(tokens, jnp.int32))
         for i, (graph, state) in enumerate(blocks):
             x, seen = _run_layer(graph, state, x)
             for path, inputs in _by_path(seen, i).items():
                 found[path] = found[path] + inputs if path in found else inputs
     if not found:
-        raise UserError("The calibration text is empty: it has no batch of tokens.")
+        raise UserError("The calibration text is empty: it has no tokens.")
     return found
 
 
@@ -242,22 +246,6 @@ def _by_path(seen: Any, layer: int) -> dict[str, Inputs]:
         name = ".".join(("layers", str(layer), *map(str, path[:-1])))
         found[name] = to_host(leaf.get_value())
     return found
-
-
-def _require_tokens(tokens: np.ndarray, config: Config) -> None:
-    if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
-        raise ValueError(
-            f"A batch of tokens is whole numbers [batch, sequence], not {tokens.dtype.name} of "
-            f"shape {tokens.shape}."
-        )
-    if tokens.size == 0:
-        raise UserError(f"The calibration text is empty: a batch has the shape {tokens.shape}.")
-    if tokens.shape[1] > config.context:
-        raise UserError(
-            f"The calibration text has rows of {tokens.shape[1]} tokens, and the model has "
-            f"context={config.context}. Divide it into shorter rows."
-        )
-    require_known("The calibration text has", tokens.ravel(), config.vocab)
 
 
 def require_finite(path: str, inputs: Inputs) -> None:

@@ -106,16 +106,14 @@ def test_it_sees_what_the_layers_get_but_for_those_that_are_left():
         ([], "calibration text is empty"),
         ([np.zeros((2, 0), np.int32)], "calibration text is empty"),
         ([np.full((1, 4), SMALL.vocab)], "token 256, outside"),
-        ([np.full((1, 4), -1)], "token -1, outside"),
         ([np.full((1, 4), 1 << 40)], "token 1099511627776, outside"),
-        ([np.zeros((1, SMALL.context + 1), np.int32)], r"65 tokens, .* context=64. Divide"),
+        ([np.zeros((1, SMALL.context + 1), np.int32)], "65 tokens is longer than context=64"),
+        ([np.zeros(4, np.int32)], r"\[batch, sequence\]"),
     ],
 )
 def test_texts_that_are_no_use(batches, named):
-    with pytest.raises(UserError, match=named):
+    with pytest.raises(ValueError, match=named):
         q.calibrate(filled(CONFIG), batches, STATIC)
-    with pytest.raises(ValueError, match=r"\[batch, sequence\]"):
-        q.calibrate(filled(CONFIG), [np.zeros(4, np.int32)], STATIC)
 
 
 def test_a_static_scale_is_never_so_small_that_it_counts_as_zero():

@@ -157,7 +157,7 @@ FOUR_BITS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group
         (lambda f: requantize(f, ignore=["re:("]), "the pattern 're:\\('"),
         (lambda f: change_group(f, targets=None), "has targets=None"),
         (lambda f: change_group(f, weights=FOUR_BITS), "that coat_jax does not support"),
-        (lambda f: change_group(f, weights=None), "has weights=None"),
+        (lambda f: change_group(f, weights=None), "that coat_jax does not support"),
         (lambda f: change_group(f, input_activations=FOUR_BITS), "that coat_jax does not support"),
         (lambda f: change_group(f, output_activations=FOUR_BITS), "does not support.*outputs"),
         (lambda f: requantize(f, ignore=[]), None),  # ours alone are linear: the head is a float
