@@ -17,14 +17,6 @@ from coat_jax.models.lazy_arrays import LazyArray
 SIZES = st.lists(st.integers(1, 7), min_size=1, max_size=3)
 
 
-def held(model):
-    """The parameters of a model, as if they were elsewhere."""
-    return {
-        path: array(np.asarray(leaf[...]))
-        for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))
-    }
-
-
 def array(values):
     return LazyArray(values.shape, values.dtype, values.shape, lambda index: values[index])
 
@@ -60,10 +52,10 @@ def test_pieces_are_small_and_no_smaller_than_need_be(shape, stacked):
 @pytest.mark.parametrize("scan", [True, False])
 def test_layers_may_be_stacked_here_and_not_there(scan):
     there, here = (variant(scan=stacked, layers=3) for stacked in (scan, not scan))
-    parameters = held(filled(there))
+    parameters = lazy_arrays.parameters_of(filled(there))
     model = lazy_arrays.load(here, parameters)
     assert isinstance(model.layers, nnx.List) == scan
-    assert_same(lazy_arrays.load(there, held(model)), filled(there))
+    assert_same(lazy_arrays.load(there, lazy_arrays.parameters_of(model)), filled(there))
     for name, one in lazy_arrays.arrange(parameters, scan=not scan).items():
         whole = dict(nnx.to_flat_state(nnx.state(model)))[name][...]
         small = one._replace(piece=tuple(math.ceil(n / 2) for n in one.shape))
@@ -81,7 +73,7 @@ def test_layers_are_stacked_in_their_order_however_they_are_listed():
 
 def test_parameters_are_cast_to_those_of_the_config():
     model = filled(variant())
-    low = lazy_arrays.load(variant(param_dtype=jnp.bfloat16), held(model))
+    low = lazy_arrays.load(variant(param_dtype=jnp.bfloat16), lazy_arrays.parameters_of(model))
     assert low.embed[...].dtype == jnp.bfloat16
     np.testing.assert_array_equal(low.embed[...], model.embed[...].astype(jnp.bfloat16))
 
@@ -98,4 +90,4 @@ def test_parameters_are_cast_to_those_of_the_config():
 )
 def test_parameters_of_another_model_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
-        lazy_arrays.load(variant(**changes), held(filled(variant())))
+        lazy_arrays.load(variant(**changes), lazy_arrays.parameters_of(filled(variant())))
