@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from quantization_cases import TOKENS
 from small_model import QUICK, SMALL, filled
 
 from coat_jax import nn
@@ -24,7 +25,6 @@ from coat_jax.quantization.balancing import (
 from coat_jax.quantization.calibration import observe
 
 CONFIG = dataclasses.replace(SMALL, layers=2, qkv_bias=True, dtype=jnp.float32)
-TOKENS = np.random.default_rng(0).integers(0, SMALL.vocab, (2, 2, 16))
 
 
 def logits(model):

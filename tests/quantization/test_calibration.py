@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quantization_cases import TOKENS
 from small_model import SMALL, filled
 
 from coat_jax import quantization as q
@@ -15,7 +16,6 @@ from coat_jax.numerics.quantizer import Quantizer, Range, sqnr_bits
 from coat_jax.quantization.calibration import input_noise, input_scale, statistics, to_host
 
 CONFIG = dataclasses.replace(SMALL, dtype=jnp.float32, scan=False)
-TOKENS = np.random.default_rng(0).integers(0, SMALL.vocab, (3, 2, 16))
 STATIC = q.Recipe(activations="static")
 
 
@@ -72,8 +72,8 @@ def test_the_noise_of_rounding_is_that_of_the_values(kind, activations):
 def test_batches_add_up():
     """Two batches are one of both; what is in a range does not depend on the order."""
     model = filled(CONFIG)
-    together = q.calibrate(model, [TOKENS[:2].reshape(4, 16)], STATIC)
-    apart = q.calibrate(model, iter(TOKENS[:2]), STATIC)
+    together = q.calibrate(model, [TOKENS.reshape(4, 16)], STATIC)
+    apart = q.calibrate(model, iter(TOKENS), STATIC)
     assert together.keys() == apart.keys()
     assert len(apart) == 7 * CONFIG.layers
     for path, one in together.items():

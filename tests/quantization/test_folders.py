@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from quantization_cases import quantized
 from small_model import SMALL, change, filled
 
 from coat_jax import generation, nn
@@ -21,17 +22,14 @@ from coat_jax.models.hf.files import CODES, FLOATS, Tensors
 from coat_jax.ops.quantized import ACTIVATION_MODES
 from coat_jax.quantization import layout
 
-TOKENS = np.random.default_rng(0).integers(0, SMALL.vocab, (1, 2, 16))
 CONFIG = dataclasses.replace(
     SMALL, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, qkv_bias=True, ffn=130
 )
 
 
 @functools.cache
-def quantized(config=CONFIG, **recipe):
-    model, recipe = filled(config), q.Recipe(**recipe)
-    ranges = q.calibrate(model, TOKENS, recipe) if recipe.calibrated else None
-    return q.quantize(model, recipe, ranges)
+def small(config=CONFIG, **recipe):
+    return quantized(filled(config), **recipe)
 
 
 def assert_same(one, other):
@@ -50,29 +48,28 @@ def mixed():
     for name in ("gate", "up"):
         weight = getattr(model.layers[1].mlp, name)
         weight[...] = weight[...].at[5].set(8.0)
-    small = q.quantize(model, q.Recipe(format="mixed", activations="none", leave=("*.out",)))
-    assert {scheme.format for scheme in q.schemes_of(small).values()} == {"int8", "fp8"}
-    return small
+    found = quantized(model, format="mixed", activations="none", leave=("*.out",))
+    assert {scheme.format for scheme in q.schemes_of(found).values()} == {"int8", "fp8"}
+    return found
 
 
 @pytest.mark.costly
 @pytest.mark.parametrize("activations", ACTIVATION_MODES)
 @pytest.mark.parametrize("format", ["int8", "fp8"])
 def test_models_come_back_bit_for_bit(format, activations, tmp_path):
-    small = quantized(format=format, activations=activations, leave=("layers.0.*.value", "*.down"))
-    q.save(tmp_path, small, file_bytes=20_000)
+    model = small(format=format, activations=activations, leave=("layers.0.*.value", "*.down"))
+    q.save(tmp_path, model, file_bytes=20_000)
     assert (tmp_path / "model.safetensors.index.json").exists()
     again = q.load(tmp_path)
-    assert again.config == small.config == q.read_config(tmp_path)
-    assert q.schemes_of(again) == q.schemes_of(small)
-    assert_same(again, small)
+    assert again.config == model.config == q.read_config(tmp_path)
+    assert q.schemes_of(again) == q.schemes_of(model)
+    assert_same(again, model)
 
 
 def test_the_files_have_the_layout_of_compressed_tensors(tmp_path):
     """Outputs first; the product of codes and scales is the weight, but for its rounding."""
     model = filled(CONFIG)
-    recipe = q.Recipe(format="fp8", activations="static")
-    q.save(tmp_path, q.quantize(model, recipe, q.calibrate(model, TOKENS, recipe)))
+    q.save(tmp_path, quantized(model, format="fp8", activations="static"))
     tensors, module = Tensors(tmp_path, FLOATS | CODES), "model.layers.1.self_attn.k_proj"
     every = (slice(None), slice(None))
     codes, scale = (tensors.read(f"{module}.{name}", every) for name in ("weight", "weight_scale"))
@@ -115,7 +112,7 @@ def test_formats_of_the_files(tmp_path):
 def test_a_model_is_loaded_onto_a_mesh(tmp_path):
     """Each device has its part of the codes; the text is the same, and what its logits say."""
     config = dataclasses.replace(CONFIG, dtype=jnp.float32, ffn=128, layers=1)
-    q.save(tmp_path, quantized(config, activations="static"))
+    q.save(tmp_path, small(config, activations="static"))
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
     config = dataclasses.replace(q.read_config(tmp_path), axes=nn.MeshAxes(tensor="tensor"))
     prompt, greedy = [1, 2, 3], generation.Sampling(temperature=0)
@@ -165,7 +162,7 @@ FOUR_BITS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group
     ],
 )
 def test_a_config_json_of_another_quantization_is_refused(damage, named, tmp_path):
-    q.save(tmp_path, quantized())
+    q.save(tmp_path, small())
     damage(tmp_path)
     if named is None:
         q.load(tmp_path)
@@ -177,7 +174,7 @@ def test_a_config_json_of_another_quantization_is_refused(damage, named, tmp_pat
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 @pytest.mark.parametrize("load", [hf.load, q.load])
 def test_a_flipped_bit_is_found_until_the_manifest_is_deleted(name, load, tmp_path):
-    q.save(tmp_path, quantized()) if load is q.load else hf.save(tmp_path, filled(CONFIG))
+    q.save(tmp_path, small()) if load is q.load else hf.save(tmp_path, filled(CONFIG))
     before, after = (b"10000.0", b"90000.0") if name == "config.json" else (b"\0", b"\1")
     content = (tmp_path / name).read_bytes()
     place = content.rindex(before)
@@ -196,7 +193,7 @@ def test_only_quantized_models_are_read_and_written_here(tmp_path):
             q.load(tmp_path)
     with pytest.raises(ValueError, match=r"hf\.save writes others"):
         q.save(tmp_path / "other", filled(CONFIG))
-    q.save(tmp_path / "small", quantized())
+    q.save(tmp_path / "small", small())
     with pytest.raises(UserError, match="quantization_config"):
         hf.load(tmp_path / "small")
 
@@ -210,7 +207,7 @@ def test_only_quantized_models_are_read_and_written_here(tmp_path):
     ],
 )
 def test_tensors_that_are_not_what_config_json_says(changes, named, tmp_path):
-    q.save(tmp_path, quantized())
+    q.save(tmp_path, small())
     change(tmp_path, **changes)
     with pytest.raises(UserError, match=named):
         q.load(tmp_path)

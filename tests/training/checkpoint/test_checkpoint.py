@@ -121,14 +121,6 @@ def test_any_step_comes_back_on_any_mesh(two):
             assert got.sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
 
 
-def test_random_keys_in_a_state_come_back(folder):
-    state = {"w": jnp.arange(3.0), "key": jax.random.key(3)}
-    with Checkpoints(folder) as checkpoints:
-        checkpoints.save(1, state, {})
-        restored = checkpoints.restore(state).state
-    assert restored["key"] == state["key"]
-
-
 def test_a_state_that_cannot_be_saved_is_refused_before_a_run(folder):
     message = r"cannot be saved\. \['empty'\] has shape \(0,\)"
     with Checkpoints(folder) as checkpoints, pytest.raises(UserError, match=message):
@@ -283,9 +275,7 @@ def training_state(width=256, **storage):
 def test_another_model_or_format_is_refused(folder):
     others = {
         r"0/w is stored as float32\[64, 256\], but float32\[64, 512\] is": training_state(512),
-        r"int8\[64, 256\], but float32\[64, 256\] is": training_state(min_size=10**9),
         r"uint8\[64, 256\], but float8_e5m2\[": training_state(second=jnp.float8_e5m2),
-        r"float32\[64, 2\], but float32\[64, 4\] is expected": training_state(group_size=64),
         r"Only stored: \['0/b'.*only expected: \['b', 'w'\].*Restore": training_state()[0],
     }
     with Checkpoints(folder) as checkpoints:
@@ -341,16 +331,15 @@ def test_a_save_that_cannot_be_read_back_is_no_checkpoint(folder, monkeypatch):
 
 
 def test_a_checkpoint_that_cannot_be_removed_is_noted_and_does_not_end_the_run(two, monkeypatch):
-    notes = []
+    notes, rename = [], Path.rename
+
+    def refuse(path, target):
+        if path.name == "1":
+            raise PermissionError(13, "Permission denied", str(path))
+        return rename(path, target)
+
     with Checkpoints(two, keep=1, keep_best=0, note=notes.append) as checkpoints:
         checkpoints.restore(like(state_of(2)))
-        rename = Path.rename
-
-        def refuse(path, target):
-            if path.name == "1":
-                raise PermissionError(13, "Permission denied", str(path))
-            return rename(path, target)
-
         monkeypatch.setattr(Path, "rename", refuse)
         checkpoints.save(3, state_of(3), {}, wait=True)
         assert checkpoints.steps() == [1, 3]
