@@ -272,21 +272,14 @@ def _read(
     found = {}
     for path, leaf in nnx.to_flat_state(state):
         tensor, *_ = expected[path]
-        _require(tensor, everything)
         assert tensor.read is not None
-        read = partial(tensor.read, everything)
-        dtype = jnp.dtype(everything.dtype(tensor.name))
-        dtype = leaf.dtype if tensor.dtype == np.int32 else dtype  # packed
-        found[path] = LazyArray(tuple(leaf.shape), dtype, tuple(leaf.shape), read)
+        shape, dtype = everything.spec(tensor.name)
+        are_floats = {dtype.name, tensor.dtype.name} <= set(FLOATS.values())  # which are cast
+        if shape != tensor.shape or not (dtype == tensor.dtype or are_floats):
+            raise UserError(
+                f"{tensor.name} in {everything.folder} is {dtype.name} of shape {shape}, and "
+                f"config.json says {tensor.dtype.name} of shape {tensor.shape}."
+            )
+        read, shape = partial(tensor.read, everything), tuple(leaf.shape)
+        found[path] = LazyArray(shape, leaf.dtype, shape, read)
     return found
-
-
-def _require(tensor: _Tensor, tensors: Tensors) -> None:
-    """Raises unless a tensor in the files is what it should be; floats may be of another dtype."""
-    shape, dtype = tensors.shape(tensor.name), tensors.dtype(tensor.name)
-    alike = dtype == tensor.dtype.name or {dtype, tensor.dtype.name} <= set(FLOATS.values())
-    if shape != tensor.shape or not alike:
-        raise UserError(
-            f"{tensor.name} in {tensors.folder} is {dtype} of shape {shape}, and config.json says "
-            f"{tensor.dtype.name} of shape {tensor.shape}."
-        )

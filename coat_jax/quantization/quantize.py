@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from coat_jax import models, ops
 from coat_jax.errors import UserError
 from coat_jax.models import Config, Llama
-from coat_jax.models.creation import mesh_that_is_set
+from coat_jax.models.creation import mesh_that_is_set, with_shardings
 from coat_jax.models.lazy_arrays import Name
 from coat_jax.nn.modular import Dense
 from coat_jax.nn.quantized import QuantizedLinear
@@ -128,13 +128,7 @@ def abstract(
             lambda state: replace_projections(nnx.merge(graph, state), make), state
         )
     graph, state = nnx.split(shapes)
-    if not mesh.empty:
-        state = jax.tree.map(
-            lambda leaf, own: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own),
-            state,
-            nnx.get_named_sharding(state, mesh),
-        )
-    return graph, state
+    return graph, state if mesh.empty else with_shardings(state, mesh)
 
 
 def sharding_of(kernel: nnx.Param) -> tuple[str | None, ...]:

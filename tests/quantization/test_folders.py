@@ -75,11 +75,11 @@ def test_the_files_have_the_layout_of_compressed_tensors(tmp_path):
     codes, scale = (tensors.read(f"{module}.{name}", every) for name in ("weight", "weight_scale"))
     assert codes.dtype == ml_dtypes.float8_e4m3fn
     assert scale.shape == (codes.shape[0], 1)
-    assert tensors.shape(f"{module}.input_scale") == (1,)
+    assert tensors.spec(f"{module}.input_scale") == ((1,), np.float32)
     exact = np.asarray(model.layers.attention.key[...][1], np.float32).T
     values = codes.astype(np.float32) * scale
     assert np.linalg.norm(values - exact) < 2**-5 * np.linalg.norm(exact)
-    assert tensors.dtype("lm_head.weight") == "bfloat16"
+    assert tensors.spec("lm_head.weight")[1] == jnp.bfloat16
     said = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert said["format"] == "float-quantized"
     assert said["ignore"] == ["lm_head"]

@@ -63,15 +63,10 @@ class Tensors:
         """The names of all tensors."""
         return set(self._file_of)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
+    def spec(self, name: str) -> Spec:
+        """The shape and the dtype of a tensor; raises unless the dtype is one that is read."""
         with self._slice(name) as tensor:
-            return tuple(tensor.get_shape())
-
-    def dtype(self, name: str) -> str:
-        """The dtype of a tensor, as NumPy calls it; raises unless it is one that is read."""
-        with self._slice(name) as tensor:
-            return self._dtype_of(name, tensor)
+            return tuple(tensor.get_shape()), jnp.dtype(self._dtype_of(name, tensor))
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """A part of a tensor. The first read from a file checks it, where there is a manifest."""

@@ -142,8 +142,8 @@ def write(
 def _in_file(tensors: Tensors, name: str, shape: tuple[int, ...]) -> LazyArray:
     """A parameter of one layer; raises where its tensor has another shape or is not a float."""
     is_turned = is_transposed(name)
-    expected, dtype = shape[::-1] if is_turned else shape, np.dtype(tensors.dtype(name))
-    if (found := tensors.shape(name)) != expected:
+    expected, (found, dtype) = shape[::-1] if is_turned else shape, tensors.spec(name)
+    if found != expected:
         raise UserError(f"{name} in {tensors.folder} is {found}, and the Config says {expected}.")
 
     def read(index: Index) -> np.ndarray:

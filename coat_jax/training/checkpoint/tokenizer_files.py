@@ -15,7 +15,13 @@ from coat_jax.errors import UserError
 from coat_jax.files import expand_user, parse_json, read_bytes
 
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
-NAMES = (TOKENIZER, GENERATION, "tokenizer.model", "tokenizer_config.json", "vocab.json")
+NAMES: tuple[str, ...] = (
+    TOKENIZER,
+    GENERATION,
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
 NAMES += ("special_tokens_map.json", "merges.txt", "added_tokens.json", "chat_template.jinja")
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
