@@ -81,7 +81,7 @@ def theirs(original, tmp_path):
 @pytest.fixture
 def ours(original, tmp_path):
     """The same model as a run."""
-    conversion.to_run(original, tmp_path / "ours")
+    conversion.convert(original, tmp_path / "ours")
     return tmp_path / "ours"
 
 
@@ -111,11 +111,11 @@ def test_every_family_comes_back_bit_for_bit(family, tmp_path, monkeypatch):
     dtype = jnp.float32 if family == "olmo" else jnp.bfloat16
     model = filled(variant(family, dtype))
     hf.save(tmp_path / "theirs", model)
-    conversion.to_run(tmp_path / "theirs", tmp_path / "ours")
+    conversion.convert(tmp_path / "theirs", tmp_path / "ours")
     again = weights.load(tmp_path / "ours")
     assert again.config == dataclasses.replace(model.config, precision=BF16)
     jax.tree.map(np.testing.assert_array_equal, nnx.state(again), nnx.state(model))
-    conversion.to_hugging_face(tmp_path / "ours", tmp_path / "again", file_bytes=50_000)
+    conversion.convert(tmp_path / "ours", tmp_path / "again", file_bytes=50_000)
     assert len(list((tmp_path / "again").glob("*.safetensors"))) > 2
     assert_same_files(tmp_path / "theirs", tmp_path / "again")
     before, after = (
@@ -375,7 +375,7 @@ def test_numbers_that_a_dtype_does_not_hold_are_refused(to, theirs, tmp_path, ca
     source = theirs
     if to == ["back"]:
         to, source = [], tmp_path / "run"
-        conversion.to_run(theirs, source)
+        conversion.convert(theirs, source)
     arguments = [source, tmp_path / "out", "--dtype", "float16", *to]
     assert_refused(capsys, tmp_path, *arguments, named="99840, and float16 ends at 65504")
 

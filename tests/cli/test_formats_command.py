@@ -68,7 +68,7 @@ def test_the_numbers_are_the_quantizers(theirs, capsys):
 
 
 def test_a_run_and_a_hugging_face_folder_say_the_same(theirs, tmp_path, capsys):
-    conversion.to_run(theirs, tmp_path / "ours")
+    conversion.convert(theirs, tmp_path / "ours")
     one, other = (asked(capsys, f, *FEW, "--over", "tensor") for f in (theirs, tmp_path / "ours"))
     assert one == other
     lines = one.splitlines()
@@ -109,7 +109,7 @@ def test_a_text_is_read_with_the_tokenizer_that_the_run_was_trained_with(
     read = []
     monkeypatch.setattr(best_formats, "in_training", lambda *given: read.append(given[-1]) or [])
     run, text = tmp_path / "run", tmp_path / "text.txt"
-    conversion.to_run(theirs, run)
+    conversion.convert(theirs, run)
     text.write_text("yes")
     elsewhere = write_words(tmp_path / "words.json", "yes", "no")
     said = json.loads((run / "config.json").read_text())

@@ -150,7 +150,7 @@ def test_another_family_trains_resumes_and_is_evaluated_by_the_same_loop(tmp_pat
     with Checkpoints(tmp_path / "run/checkpoints") as checkpoints:
         assert checkpoints.steps() == [5, 10]
     with pytest.raises(UserError, match="no Hugging Face format for models of the family 'digits'"):
-        conversion.to_hugging_face(tmp_path / "run", tmp_path / "out")
+        conversion.convert(tmp_path / "run", tmp_path / "out")
 
 
 def records_of(folder):

@@ -1,8 +1,8 @@
-"""Converts models between Hugging Face folders and runs, and both to 8 bits.
+"""Converts a model to another format: `coat convert`.
 
-    to_run              safetensors -> config.json, checkpoints/0, as of a run before its first step
-    to_hugging_face     a checkpoint of a run -> config.json, safetensors
-    to_quantized        either of them -> config.json, safetensors in compressed-tensors' layout
+    safetensors            -> config.json, checkpoints/0, as of a run before its first step
+    a checkpoint of a run  -> config.json, safetensors
+    either, by a recipe    -> config.json, safetensors in compressed-tensors' layout
 
 The first two hold one piece of one parameter in memory at a time. Each is the inverse of the other,
 bit for bit. The third holds one parameter of one layer, and the whole model during calibration. All
@@ -10,12 +10,11 @@ can balance the model on a text; while they do, the whole model is in memory. Al
 tokenizer's files, too (`tokenizer_files`). The new folder appears when it is complete.
 """
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,38 +30,89 @@ from coat_jax.quantization import Recipe
 from coat_jax.quantization.balancing import balance_parameters, find_factors, require_balanceable
 from coat_jax.quantization.calibration import observe
 from coat_jax.training.checkpoint import tokenizer_files, weights
-from coat_jax.training.checkpoint.tokenizer_files import TokenizerFiles
 from coat_jax.training.families import hf_of
 from coat_jax.writing import atomic_folder, require_new_folder, write_failures
 
 ROWS, LONGEST = 8, 512  # of a batch of calibration tokens
 
 COMMAND = "coat convert"
-OnProgress = Callable[[int, int], object]
-Note = Callable[[str], object]
 
 
-def to_run(
+def convert(
     source: str | Path,
     out: str | Path,
+    recipe: Recipe | None = None,
     *,
-    dtype: DTypeLike | None = None,
+    tokens: Sequence[int] = (),
     balance_on: Sequence[int] = (),
+    step: int | None = None,
+    dtype: DTypeLike | None = None,
     tokenizer: str | Path | None = None,
-    progress: OnProgress = lambda total, size: None,
-) -> None:
-    """Writes the model of a Hugging Face folder as a run with one checkpoint.
+    file_bytes: int = hf.FILE_BYTES,
+    progress: Callable[[int, int], object] = lambda total, size: None,
+    note: Callable[[str], object] = lambda text: None,
+) -> dict[str, quantization.Scheme]:
+    """Writes the model of a run for transformers, and one of transformers as a run.
 
     Args:
-        source: the folder, with config.json and safetensors files.
+        source: the folder of a run, or one of Hugging Face.
         out: the folder to make.
-        dtype: of the parameters; that of the tensors by default.
+        recipe: if given, the model is quantized, for `coat generate`, vLLM and transformers.
+        tokens: a text to calibrate on, where the recipe needs one.
         balance_on: the tokens of a text to balance the model on; see `quantization.balance`.
+        step: of a run's checkpoint; by default the newest intact one.
+        dtype: of what is not quantized; by default that of the parameters, or with a recipe the
+            model's compute dtype. In FP32, parameters with corrections have all their 24 bits.
         tokenizer: a tokenizer.json to put beside them; by default the one in the folder.
+        file_bytes: how large a file of tensors may become.
         progress: called with the bytes to be read in all, and those read since its last call.
+        note: called with a line about each checkpoint that is skipped, a missing tokenizer, and a
+            tokenizer that begins texts with other tokens than training did.
+
+    Returns:
+        The scheme of each quantized projection, by its path.
     """
-    model = _read(source, out, "A run", tokenizer)
-    parameters = model.parameters
+    source, new = expand_user(source), expand_user(out)
+    require_new_folder(new, COMMAND)
+    weights.require_not_quantized(source, "Conversion")
+    config, config_json = weights.model_config(source), weights.read_config_json(source)
+    format, of_run = hf_of(config), weights.is_run(config_json)
+    files = tokenizer_files.read(source, config_json, tokenizer, config.vocab, note)
+    if dtype is not None and jnp.dtype(dtype) == jnp.float32:  # then corrections count
+        config = dataclasses.replace(config, param_dtype=jnp.float32)
+    parameters: Parameters = weights.parameters_of(source, config, step=step, note=note)
+    if recipe is not None:
+        config = _on_one_device(config)
+    elif not of_run:
+        config, parameters = _cast(config, parameters, dtype)
+    total = sum(map(lazy_arrays.size_of, parameters.values()))
+    in_files: dict[str, Any] = {
+        "dtype": dtype,
+        "extra": tokenizer_files.special_tokens(files),
+        "file_bytes": file_bytes,
+    }
+    schemes = {}
+    failures = write_failures(new.parent, "The model", total)
+    with atomic_folder(new, COMMAND) as folder, failures:
+        model = folder, config, _balance(config, parameters, balance_on)
+        advance = functools.partial(progress, total)
+        if recipe is not None:
+            ranges = _ranges(*model[1:], tokens, recipe) if recipe.calibrated else None
+            schemes = quantization.save_quantized(
+                *model, recipe, ranges, **in_files, progress=advance
+            )
+        elif of_run:
+            format.write(*model, **in_files, progress=advance)
+        else:
+            weights.write(*model, progress=advance)
+        tokenizer_files.write(files, folder)
+    return schemes
+
+
+def _cast(
+    config: Any, parameters: Parameters, dtype: DTypeLike | None
+) -> tuple[Any, dict[Name, LazyArray]]:
+    """The config and the parameters of a run, which are of one dtype."""
     kinds = {one.dtype if dtype is None else jnp.dtype(dtype) for one in parameters.values()}
     if len(kinds) > 1:
         names = ", ".join(sorted(kind.name for kind in kinds))
@@ -71,154 +121,33 @@ def to_run(
             "with --dtype, or in code with dtype=."
         )
     (kind,) = kinds
-    config = dataclasses.replace(model.config, param_dtype=kind, dtype=kind)
     cast = {name: lazy_arrays.cast(one, kind, _dotted(name)) for name, one in parameters.items()}
-    model = model._replace(config=config, parameters=cast)
-    with _new_folder(model, balance_on, progress) as (folder, parameters, advance):
-        weights.write(folder, config, parameters, progress=advance)
+    return dataclasses.replace(config, param_dtype=kind, dtype=kind), cast
 
 
-def to_hugging_face(
-    source: str | Path,
-    out: str | Path,
-    *,
-    step: int | None = None,
-    dtype: DTypeLike | None = None,
-    balance_on: Sequence[int] = (),
-    tokenizer: str | Path | None = None,
-    file_bytes: int = hf.FILE_BYTES,
-    progress: OnProgress = lambda total, size: None,
-    note: Note = lambda text: None,
-) -> None:
-    """Writes the model of a run for transformers; for other arguments see `to_run`.
-
-    Args:
-        source: the folder of the run.
-        out: the folder to make.
-        step: of the checkpoint; by default the newest intact one.
-        dtype: of the tensors. In FP32, parameters with corrections have all their 24 bits.
-        file_bytes: how large a file may become.
-        note: called with a line about each checkpoint that is skipped, a missing tokenizer, and a
-            tokenizer that begins texts with other tokens than training did.
-    """
-    model = _read(source, out, "Another format", tokenizer, dtype=dtype, step=step, note=note)
-    with _new_folder(model, balance_on, progress) as (folder, parameters, advance):
-        hf_of(model.config).write(
-            folder,
-            model.config,
-            parameters,
-            dtype=dtype,
-            extra=tokenizer_files.special_tokens(model.files),
-            file_bytes=file_bytes,
-            progress=advance,
-        )
-
-
-def to_quantized(
-    source: str | Path,
-    out: str | Path,
-    recipe: Recipe,
-    *,
-    tokens: Sequence[int] = (),
-    balance_on: Sequence[int] = (),
-    step: int | None = None,
-    dtype: DTypeLike | None = None,
-    tokenizer: str | Path | None = None,
-    progress: OnProgress = lambda total, size: None,
-    note: Note = lambda text: None,
-) -> dict[str, quantization.Scheme]:
-    """Writes a quantized model for `coat generate`, vLLM and transformers; see `to_hugging_face`.
-
-    Args:
-        source: the folder of a run, or one of Hugging Face.
-        recipe: how the model's projections are quantized.
-        tokens: a text to calibrate on, where the recipe needs one.
-        dtype: of what is not quantized; by default the model's compute dtype.
-
-    Returns:
-        The scheme of each quantized projection, by its path.
-    """
-    model = _read(source, out, "Quantization", tokenizer, dtype=dtype, step=step, note=note)
-    config, ranges = _on_one_device(model.config), None
-    with _new_folder(model, balance_on, progress) as (folder, parameters, advance):
-        if recipe.calibrated:
-            batches = _batches(tokens, config.context)
-            ranges = quantization.calibrate(lazy_arrays.load(config, parameters), batches, recipe)
-        return quantization.save_quantized(
-            folder,
-            config,
-            parameters,
-            recipe,
-            ranges,
-            dtype=dtype,
-            extra=tokenizer_files.special_tokens(model.files),
-            progress=advance,
-        )
-
-
-class _Model(NamedTuple):
-    """A model to be written to the folder `new`; its parameters are not in memory."""
-
-    new: Path
-    config: Any
-    parameters: Parameters
-    files: TokenizerFiles
-
-
-def _read(
-    source: str | Path,
-    out: str | Path,
-    purpose: str,
-    tokenizer: str | Path | None,
-    *,
-    dtype: DTypeLike | None = None,
-    step: int | None = None,
-    note: Note = lambda text: None,
-) -> _Model:
-    """The model in a folder; raises if it cannot be converted, or there is a folder `out`."""
-    source, new = expand_user(source), expand_user(out)
-    require_new_folder(new, COMMAND)
-    weights.require_not_quantized(source, purpose)
-    config, config_json = weights.model_config(source), weights.read_config_json(source)
-    hf_of(config)
-    files = tokenizer_files.read(source, config_json, tokenizer, config.vocab, note)
-    if dtype is not None and jnp.dtype(dtype) == jnp.float32:  # then corrections count
-        config = dataclasses.replace(config, param_dtype=jnp.float32)
-    parameters = weights.parameters_of(source, config, step=step, note=note)
-    return _Model(new, config, parameters, files)
-
-
-@contextlib.contextmanager
-def _new_folder(
-    model: _Model, balance_on: Sequence[int], progress: OnProgress
-) -> Iterator[tuple[Path, Parameters, Callable[[int], object]]]:
-    """The folder to write a model in, its parameters, and what to call with bytes that were read.
-
-    The folder gets the tokenizer's files, and appears at the end.
-    """
-    total = sum(map(lazy_arrays.size_of, model.parameters.values()))
-    failures = write_failures(model.new.parent, "The model", total)
-    with atomic_folder(model.new, COMMAND) as folder, failures:
-        yield folder, _balance(model, balance_on), functools.partial(progress, total)
-        tokenizer_files.write(model.files, folder)
+def _ranges(
+    config: Any, parameters: Parameters, tokens: Sequence[int], recipe: Recipe
+) -> dict[str, quantization.Inputs]:
+    model = lazy_arrays.load(config, parameters)
+    return quantization.calibrate(model, _batches(tokens, config.context), recipe)
 
 
 def _on_one_device(config: Any) -> Any:
-    """The config of the model while it is calibrated."""
+    """The config of a model that is calibrated or quantized."""
     config = quantization.inference_config(config)
     return dataclasses.replace(config, axes=MeshAxes(), batch_axes=())
 
 
-def _balance(model: _Model, tokens: Sequence[int]) -> dict[Name, LazyArray]:
+def _balance(config: Any, parameters: Parameters, tokens: Sequence[int]) -> dict[Name, LazyArray]:
     """The parameters of a model, balanced on a text if there is one; reading a NaN raises."""
     parameters = {
         name: one._replace(read=functools.partial(_read_finite, name, one.read))
-        for name, one in model.parameters.items()
+        for name, one in parameters.items()
     }
     if not tokens:
         return parameters
-    require_balanceable(model.config)
-    config = _on_one_device(model.config)
+    require_balanceable(config)
+    config = _on_one_device(config)
     ranges = observe(lazy_arrays.load(config, parameters), _batches(tokens, config.context))
     return balance_parameters(parameters, find_factors(config, parameters, ranges))
 

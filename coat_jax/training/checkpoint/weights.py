@@ -164,12 +164,14 @@ def parameters_of(
 
     parameters: dict[Name, LazyArray] = {}
     corrections: dict[Name, LazyArray] = {}
-    for keys, leaf in flatten_dict(metadata.tree).items():
+    leaves = flatten_dict(metadata.tree)
+    # Orbax sorts the numbers of layers as text.
+    for keys in sorted(leaves, key=lambda keys: [int(k) if k.isdecimal() else -1 for k in keys]):
         for above in (PARAMETERS, *CORRECTIONS):
             if keys[: len(above)] == above and keys[-1] == VALUE:
                 name = tuple(int(k) if k.isdecimal() else k for k in keys[len(above) : -1])
                 found = parameters if above == PARAMETERS else corrections
-                found[name] = _in_checkpoint(path, ".".join(keys), leaf, driver)
+                found[name] = _in_checkpoint(path, ".".join(keys), leaves[keys], driver)
     if jnp.dtype(config.param_dtype) != jnp.float32:
         return parameters
     return {name: _add_corrections(one, corrections.get(name)) for name, one in parameters.items()}
