@@ -27,7 +27,7 @@ from model_cases import (
 from small_model import QUICK, filled
 
 import coat_jax as coat
-from coat_jax import models, nn, ops
+from coat_jax import evaluation, generation, models, nn, ops, quantization
 from coat_jax.errors import UserError
 
 TOKENS = jax.device_put(np.asarray(batches(1))[0])
@@ -283,6 +283,24 @@ def test_a_model_of_no_name_is_refused():
     with pytest.raises(ValueError, match=r"no model 'llama2_8b'\. Use one of tiny, llama2_7b"):
         models.config_of("llama2_8b")
     assert models.config_of("Tiny") is models.config_of(models.PRESETS["tiny"])
+
+
+MODEL = nnx.merge(*models.abstract(models.config_of("tiny")))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: models.hf.save(MODEL, "folder"), r"hf\.save\(folder, model\) takes"),
+        (lambda: quantization.save(MODEL, "folder"), r"quantization\.save\(folder, model\) takes"),
+        (lambda: quantization.balance("folder", []), "quantization takes"),
+        (lambda: generation.generate("folder", [[1]], max_tokens=1), "generation takes"),
+        (lambda: evaluation.perplexity("folder", [[1, 2]], [2]), "perplexity takes"),
+    ],
+)
+def test_another_argument_than_a_model_is_refused(call, said):
+    with pytest.raises(TypeError, match=rf"{said} a model with .*, not str\."):
+        call()
 
 
 def shapes_of(config, tokens, *rest):

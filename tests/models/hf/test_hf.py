@@ -111,12 +111,12 @@ def test_on_a_mesh_each_device_reads_its_own_part(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Tensors, "read", recorded)
     mesh = automatic_mesh(2, 2, 2)
-    cut = hf.load(tmp_path, dataclasses.replace(LLAMA, **AXES), mesh=mesh)
-    assert_same(cut, model)
-    for parameter in (cut.embed, cut.head, cut.layers.mlp.gate, cut.layers.attention.out):
+    sharded = hf.load(tmp_path, dataclasses.replace(LLAMA, **AXES), mesh=mesh)
+    assert_same(sharded, model)
+    for parameter in (sharded.embed, sharded.head, sharded.layers.mlp.gate):
         assert parameter[...].addressable_shards[0].data.size == parameter[...].size // 4
     assert {share for name, share in parts if "norm" not in name} == {0.25}
-    hf.save(tmp_path / "again", cut)
+    hf.save(tmp_path / "again", sharded)
     again = files_of(tmp_path / "again")
     for name, tensor in files_of(tmp_path).items():
         np.testing.assert_array_equal(again[name], tensor)
@@ -147,6 +147,9 @@ def test_both_ways_to_write_rotary_positions_are_read():
         assert from_json(config_json(rope_scaling=none)).rotary == Rotary(5e5)
     old = {"rope_scaling": {"type": "linear", "factor": 2}}
     assert from_json(config_json(**old)).rotary == Rotary(5e5, 2.0)
+    for inside in ({}, {ORIGINAL: 32}):  # what stands beside rope_scaling comes first
+        config = from_json(config_json(rope_scaling=ROPE | inside, **{ORIGINAL: 16}))
+        assert config.rotary.scaling.original_context == 16
 
 
 def test_missing_entries_have_transformers_defaults():
@@ -195,7 +198,6 @@ QWEN3 = [
     ({"layer_types": FULL[:1]}, "names 1 layers, and num_hidden_layers=2"),
     ({"layer_types": ["chunked_attention"] * 2}, "must be a list of full_attention and"),
     ({"layer_types": 3}, "layer_types=3 must be a list"),
-    ({"sliding_window": "x"}, "sliding_window='x' must be a whole number from 1"),
     ({"sliding_window": 0}, "sliding_window=0 must be a whole number from 1"),
     ({"max_window_layers": None}, "max_window_layers=None must be a whole number"),
     ({"use_sliding_window": "yes"}, "use_sliding_window='yes' must be True or False"),
@@ -216,10 +218,8 @@ ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq
 
 ORIGINAL = "original_max_position_embeddings"
 LLAMAS = [
-    ({"rope_theta": 0}, "rope_theta=0 must be a number from 1 to 1e.12"),
     ({"rope_theta": float("nan")}, "rope_theta=nan must be"),
     ({"rope_theta": 1e30}, "rope_theta=1e.30 must be"),
-    ({"rope_theta": "1e4"}, "rope_theta='1e4' must be"),
     ({"rope_theta": None}, "rope_theta=None must be"),
     *(
         ({name: value}, rf"scales rotary positions by {re.escape(repr(value))}: {name} must be")
@@ -235,11 +235,9 @@ LLAMAS = [
     ({"rope_scaling": ROPE | {"low_freq_factor": 4}}, "must be below high_freq_factor"),
     ({"rope_scaling": ROPE | {ORIGINAL: "x"}}, f"{ORIGINAL}='x' must be"),
     ({"rope_scaling": ROPE, ORIGINAL: 0}, f"{ORIGINAL}=0 must be"),
-    ({"rms_norm_eps": 0}, "rms_norm_eps=0 must be a number from 1e-30 to 1"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be"),
     ({"architectures": "LlamaForCausalLM" * 99}, "names the architecture 'Llama"),
     ({"architectures": [["x"]]}, r"names the architecture \['x'\]"),
-    ({"architectures": {"a": 1}}, "names the architecture {'a': 1}"),
     ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel'. There are LlamaForCausalLM"),
     ({"architectures": "absent"}, "the architecture 'none'"),
     ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no' must be True or False"),
@@ -267,13 +265,6 @@ REFUSED = {"Llama": LLAMAS, "Mistral": MISTRAL, "Qwen3": QWEN3}
 def test_what_a_config_json_cannot_mean_or_we_cannot_do_is_refused(family, changes, message):
     with pytest.raises(UserError, match=message):
         from_json(config_json(f"{family}ForCausalLM", **changes))
-
-
-def test_the_original_context_is_read_where_transformers_reads_it():
-    """Beside rope_scaling first."""
-    for inside in ({}, {ORIGINAL: 32}):
-        config = from_json(config_json(rope_scaling=ROPE | inside, **{ORIGINAL: 16}))
-        assert config.rotary.scaling.original_context == 16
 
 
 def test_an_activation_is_read_and_written():
