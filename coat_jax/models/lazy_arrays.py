@@ -223,7 +223,7 @@ def in_dtype(values: np.ndarray, dtype: np.dtype, name: str = "A parameter") -> 
 
 
 def size_of(array: LazyArray) -> int:
-    """How many bytes a parameter takes."""
+    """The bytes that a parameter takes."""
     return math.prod(array.shape) * array.dtype.itemsize
 
 

@@ -100,7 +100,7 @@ def require_balanceable(config: Config) -> None:
 
 
 def find_factors(config: Config, parameters: Parameters, ranges: Ranges) -> dict[Name, Factors]:
-    """What parameters are multiplied by, named as in a model whose layers are stacked.
+    """Returns the factors of parameters, named as in a model whose layers are stacked.
 
     Args:
         config: of the model.
@@ -129,7 +129,7 @@ def _factors_of_layer(
     weights: Mapping[str, Float[np.ndarray, "K N"]],
     inputs: Mapping[str, Float[np.ndarray, " K"]],
 ) -> dict[str, Factors]:
-    """What a layer's parameters are multiplied by; `inputs` are the columns' largest magnitudes."""
+    """Returns the factors of a layer; `inputs` are the largest magnitudes of columns."""
     found: dict[str, Factors] = {}
 
     def row_maxima(part: str) -> Float[np.ndarray, " K"]:

@@ -226,7 +226,7 @@ def statistics(x: Float[Array, "*rows K"]) -> Any:
 
 
 def to_host(found: Any) -> Inputs:
-    """What `statistics` found, in FP64."""
+    """Converts the result of `statistics` to FP64."""
     counts, columns, squares, errors = (np.asarray(one) for one in found)
     unit = np.square(columns.max().astype(np.float64))
     return Inputs(counts.astype(np.int64), columns, float(unit * squares), unit * errors)

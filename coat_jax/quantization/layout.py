@@ -108,7 +108,7 @@ def from_json(data: Any, config: Config) -> dict[str, Scheme]:
 
 
 def _group_of(scheme: Scheme) -> Json:
-    """What a group says of its modules."""
+    """The entries of a group that describe a scheme."""
     shared = {"num_bits": 8, "type": TYPES[scheme.format], "symmetric": True}
     inputs = None
     if scheme.activations != "none":

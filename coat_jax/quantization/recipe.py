@@ -19,7 +19,7 @@ CANDIDATES: tuple[EightBits, ...] = ("int8", "fp8")  # in a tie, the first one i
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a model is quantized.
+    """The settings of quantization.
 
     Embedding and head stay as they are, and so do norms and biases.
 
@@ -70,7 +70,7 @@ class Recipe:
 
 
 class Scheme(NamedTuple):
-    """How one projection is quantized: the format of its codes, and how its inputs are rounded."""
+    """The quantization of one projection: the format of its codes, the rounding of its inputs."""
 
     format: EightBits
     activations: Activations

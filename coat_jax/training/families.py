@@ -19,7 +19,7 @@ from coat_jax.validation import shown
 
 
 class Family(NamedTuple):
-    """What the trainer needs of a kind of model.
+    """A kind of models, as the trainer needs it.
 
     Attributes:
         module: the class of the model.

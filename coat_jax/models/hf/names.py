@@ -1,4 +1,4 @@
-"""Which tensors of a Hugging Face folder a parameter is made of.
+"""Names of parameters, and of the tensors in a Hugging Face folder that they are made of.
 
 A weight is [outputs, inputs] in the files and [inputs, outputs] here; with `Config.scan` a
 parameter is the tensors of all layers, stacked.

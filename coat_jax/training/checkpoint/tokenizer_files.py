@@ -107,7 +107,7 @@ def _tokenizer_of_run(
 
 
 def special_tokens(files: TokenizerFiles) -> dict[str, Any]:
-    """Which tokens begin, end and pad a text."""
+    """Returns the tokens that begin, end and pad a text, by their names in config.json."""
     own = generation_in(files)
     return {name: own[name] for name in SPECIAL if own.get(name) is not None}
 
