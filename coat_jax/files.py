@@ -29,17 +29,6 @@ def expand_user(path: str | Path) -> Path:
         ) from None
 
 
-def require_utf8(path: Path, what: str) -> None:
-    """Raises unless a path is UTF-8, for the library that stores `what` there."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        raise UserError(
-            f"{path} has a name that is not UTF-8, and {what} need one that is: choose another "
-            "folder, or rename this one."
-        ) from None
-
-
 @contextlib.contextmanager
 def utf8_failures(path: Path) -> Iterator[None]:
     """Turns the error of decoding bytes that are not UTF-8 into a UserError."""
@@ -103,6 +92,6 @@ def parse_json(text: str | bytes, where: str) -> Any:
         # Half of a surrogate pair, such as \ud800, could neither be encoded nor printed.
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
+        return value
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not JSON: {error}.") from None
-    return value

@@ -39,7 +39,7 @@ def write(folder: Path) -> None:
 def lists(folder: Path, name: str) -> bool:
     """Whether a folder has a manifest that records a file, or files in a folder, of this name."""
     try:
-        return any(file == name or file.startswith(f"{name}/") for file in _recorded(folder))
+        return any(file == name or file.startswith(f"{name}/") for file in _read(folder))
     except (DamagedCheckpoint, OSError):
         return False
 
@@ -52,24 +52,24 @@ def check(folder: Path, only: str | None = None) -> None:
         only: look at this file or folder alone.
     """
     try:
-        files = _recorded(folder)
+        files = _read(folder)
         if only is not None:
             files = {n: of for n, of in files.items() if n == only or n.startswith(f"{only}/")}
             if not files:
-                damaged(folder, f"{NAME} lacks {only}")
+                raise_damaged(folder, f"{NAME} lacks {only}")
         # Sizes are found at once, checksums after reading everything.
         for name, (size, _) in files.items():
             if not (folder / name).is_file():
-                damaged(folder, f"{name} is missing")
+                raise_damaged(folder, f"{name} is missing")
             if (found := (folder / name).stat().st_size) != size:
-                damaged(folder, f"{name} has {found} bytes instead of {size}")
+                raise_damaged(folder, f"{name} has {found} bytes instead of {size}")
         sums = _checksums([folder / name for name in files])
         for (name, (_, checksum)), found in zip(files.items(), sums, strict=True):
             if found != checksum:
-                damaged(folder, f"the checksum of {name} is wrong")
+                raise_damaged(folder, f"the checksum of {name} is wrong")
     except OSError as error:  # a failing disk, a missing permission, a folder instead of a file
         name = Path(os.fsdecode(error.filename or folder)).name
-        damaged(folder, f"{name} cannot be read ({error.strerror})")
+        raise_damaged(folder, f"{name} cannot be read ({error.strerror})")
 
 
 def check_if_listed(folder: Path, name: str) -> None:
@@ -84,7 +84,7 @@ def check_if_listed(folder: Path, name: str) -> None:
         ) from None
 
 
-def damaged(folder: Path, how: str) -> NoReturn:
+def raise_damaged(folder: Path, how: str) -> NoReturn:
     """Raises DamagedCheckpoint."""
     raise DamagedCheckpoint(f"{folder} is damaged: {printable(how)}.")
 
@@ -102,12 +102,12 @@ def _checksum(path: Path) -> int:
     return checksum
 
 
-def _recorded(folder: Path) -> dict[str, tuple[int, int]]:
+def _read(folder: Path) -> dict[str, tuple[int, int]]:
     """The size and checksum of each file."""
     if not (folder / NAME).is_file():  # or is a device: reading one may never end
-        damaged(folder, f"{NAME} is missing")
+        raise_damaged(folder, f"{NAME} is missing")
     try:
         recorded = json.loads((folder / NAME).read_text("utf-8"))
         return {name: (int(size), int(checksum)) for name, (size, checksum) in recorded.items()}
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
-        damaged(folder, f"{NAME} is not readable")
+        raise_damaged(folder, f"{NAME} is not readable")

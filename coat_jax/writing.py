@@ -12,7 +12,6 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, BinaryIO
 
 from coat_jax.errors import UserError
 
@@ -41,13 +40,13 @@ def require_space(folder: Path, what: str, size: int) -> None:
 @contextlib.contextmanager
 def write_failures(folder: Path, what: str, size: int | None = None) -> Iterator[None]:
     """Turns errors of writing into a NotWritten that says what was not written, and where."""
-    try:
-        with full_disk(folder, what, size):
+    with full_disk(folder, what, size):
+        try:
             yield
-    except Exception as error:
-        if _os_error(error) is not None:
-            raise NotWritten(f"{what} could not be written in {folder}: {error}") from error
-        raise
+        except Exception as error:
+            if _os_error(error) not in {None, *FULL}:
+                raise NotWritten(f"{what} could not be written in {folder}: {error}") from error
+            raise
 
 
 @contextlib.contextmanager
@@ -56,8 +55,7 @@ def full_disk(folder: Path, what: str, size: int | None = None) -> Iterator[None
     try:
         yield
     except Exception as error:
-        code = _os_error(error)
-        if code in FULL:
+        if (code := _os_error(error)) in FULL:
             raise _full(folder, what, size, code) from error
         raise
 
@@ -72,45 +70,29 @@ def _os_error(error: Exception) -> int | None:
 
 def _full(folder: Path, what: str, size: int | None, code: int = errno.ENOSPC) -> DiskFull:
     """The error that says which limit was reached; `code` is that of the operating system."""
-    free = shutil.disk_usage(folder).free
-    needed = "" if size is None else f"it takes up to {_megabytes(size + METADATA)}, and "
-    reason = {
-        errno.ENOSPC: f"{needed}{_megabytes(free)} are free. Make room there, or raise the quota",
-        errno.EDQUOT: f"{needed}the quota is used up. Make room there, or raise the quota",
-        errno.EFBIG: "a file may not be that large. Raise the limit (`ulimit -f`), or choose "
-        "another folder",
-    }[code]
-    return DiskFull(f"{what} does not fit in {folder}: {reason}; what was saved before is intact.")
+    needed = "" if size is None else f"it takes up to {(size + METADATA) / 1e6:,.1f} MB, and "
+    free = f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB are free"
+    reason = f"{needed}{'the quota is used up' if code == errno.EDQUOT else free}"
+    remedy = "Make room there, or raise the quota"
+    if code == errno.EFBIG:
+        reason = "a file may not be that large"
+        remedy = "Raise the limit (`ulimit -f`), or choose another folder"
+    return DiskFull(
+        f"{what} does not fit in {folder}: {reason}. {remedy}; what was saved before is intact."
+    )
 
 
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:,.1f} MB"
-
-
-def create_file(path: Path) -> BinaryIO:
-    """A new file to write to, in place of what a killed process left there.
+def write_durably(path: Path, content: str | bytes) -> None:
+    """Writes a new file, text in UTF-8, and returns when it is on the disk.
 
     What has its name is removed first: a link would lead to a file elsewhere, and a pipe would wait
     for a reader.
     """
     path.unlink(missing_ok=True)
-    return path.open("xb")
-
-
-def write_durably(path: Path, content: str | bytes) -> None:
-    """Writes a file, text in UTF-8, and returns when it is on the disk."""
-    with create_file(path) as file:
+    with path.open("xb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
-
-
-def is_at(path: Path, file: IO[Any]) -> bool:
-    """Whether this is still the file of that name."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
-    except FileNotFoundError:
-        return False
 
 
 def flush(path: Path) -> None:

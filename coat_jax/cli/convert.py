@@ -26,7 +26,7 @@ memory.
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from coat_jax.cli.arguments import STEP, add_count, require_effects
 from coat_jax.cli.output import note, progress_bar
@@ -83,28 +83,27 @@ def run(options: argparse.Namespace) -> int:
     _require_effects(options, recipe, of_run=of_run)
     if recipe is not None:
         weights.require_not_quantized(source, "Quantization")
-    settings: dict[str, Any] = {
-        "dtype": options.dtype,
-        "tokenizer": None if options.tokenizer == BYTES else options.tokenizer,
-        "balance_on": _tokens(options, "balance"),
-    }
-    tokens = _tokens(options, "calibrate")
+    tokenizer = None if options.tokenizer == BYTES else options.tokenizer
+    tokens, balance_on = _tokens(options, "calibrate"), _tokens(options, "balance")
     with progress_bar() as bar:
         task = bar.add_task("", total=None)
-        settings["progress"] = lambda total, size: bar.update(task, total=total, advance=size)
-        if recipe is not None:
-            schemes = conversion.to_quantized(
-                source, out, recipe, tokens=tokens, step=options.step, note=note, **settings
-            )
-            formats = [scheme.format for scheme in schemes.values()]
-            listed = ", ".join(f"{formats.count(f)} in {f.upper()}" for f in sorted(set(formats)))
-            what = f"a quantized model; linear layers: {listed}"
-        elif of_run:
-            conversion.to_hugging_face(source, out, step=options.step, note=note, **settings)
-            what = "a Hugging Face folder"
-        else:
-            conversion.to_run(source, out, **settings)
-            what = "the folder of a run"
+        schemes = conversion.convert(
+            source,
+            out,
+            recipe,
+            tokens=tokens,
+            balance_on=balance_on,
+            step=options.step,
+            dtype=options.dtype,
+            tokenizer=tokenizer,
+            progress=lambda total, size: bar.update(task, total=total, advance=size),
+            note=note,
+        )
+    what = "a Hugging Face folder" if of_run else "the folder of a run"
+    if recipe is not None:
+        formats = [scheme.format for scheme in schemes.values()]
+        listed = ", ".join(f"{formats.count(f)} in {f.upper()}" for f in sorted(set(formats)))
+        what = f"a quantized model; linear layers: {listed}"
     print(printable(f"{out} is {what}."))  # rich would fail if nobody reads it
     return 0
 

@@ -112,14 +112,16 @@ def abstract(
     with _mesh_set(mesh):
         model = _abstract_model(module, config)
     graph, state = nnx.split(model)
-    if mesh is not None:
-        shardings = nnx.get_named_sharding(state, mesh)
-        state = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            state,
-            shardings,
-        )
-    return graph, state
+    return graph, state if mesh is None else with_shardings(state, mesh)
+
+
+def with_shardings(state: Any, mesh: Mesh) -> Any:
+    """The shapes and dtypes of a state, with the shardings on a mesh that its variables name."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        state,
+        nnx.get_named_sharding(state, mesh),
+    )
 
 
 def _abstract_model(module: Callable[..., Any], config: Any) -> Any:

@@ -19,11 +19,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from coat_jax.errors import UserError
-from coat_jax.models.config import Config
 from coat_jax.models.creation import abstract
 from coat_jax.models.llama import Llama
+from coat_jax.models.protocol import ModelConfig
 from coat_jax.nn import MeshAxes
-from coat_jax.printable import amount
 
 PIECE = 64 << 20  # bytes, about
 
@@ -70,40 +69,73 @@ def load(
         mesh: by default the one that is set, if any.
         module: the class of the model.
     """
-    _require_layers(config, parameters)
-    parameters = arranged(parameters, scan=config.scan)
+    require_same(config, parameters, module=module)
     graph, state = abstract(config, mesh=mesh, module=module)
-    return fill(graph, state, parameters)
+    return fill(graph, state, arrange(parameters, scan=config.scan, stack=config.STACK))
 
 
-def fill(graph: Any, state: Any, parameters: Parameters) -> Llama:
+def fill(graph: Any, state: Any, parameters: Parameters) -> Any:
     """The model of a graph and a state of shapes, dtypes and shardings, filled with values."""
-    flat = dict(nnx.to_flat_state(state))
-    _require({path: leaf.shape for path, leaf in flat.items()}, parameters)
-    for path, leaf in flat.items():
-        flat[path] = leaf.replace(_placed(parameters[path], leaf))
+    flat = {p: leaf.replace(place(parameters[p], leaf)) for p, leaf in nnx.to_flat_state(state)}
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
-def arranged(parameters: Parameters, *, scan: bool) -> Parameters:
-    """The same parameters, with those of all layers stacked (`scan`) or one by one."""
-    layers = {name: one for name, one in parameters.items() if name[0] == "layers"}
-    numbered = any(isinstance(name[1], int) for name in layers)
-    if numbered != scan:
-        return parameters
-    outside: dict[Name, LazyArray] = {n: one for n, one in parameters.items() if n not in layers}
-    if not scan:
-        unstacked = {
-            ("layers", i, *name[1:]): _one_of(one, i)
-            for name, one in layers.items()
-            for i in range(one.shape[0])
-        }
-        return outside | unstacked
-    together: dict[Name, list[LazyArray]] = {}
+def place(array: LazyArray, leaf: Any) -> jax.Array:
+    """A parameter on devices, with the dtype and the sharding of `leaf`."""
+    array = cast(array, leaf.dtype)
+    if leaf.sharding is None:
+        return jax.device_put(array.whole())
+
+    def part(index: Index | None) -> np.ndarray:
+        return array.whole() if index is None else array.read(index)
+
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
+
+
+def parameters_of(model: Any) -> dict[Name, LazyArray]:
+    """The parameters of a model, on devices of this process."""
+    return {
+        path: _on_devices(path, leaf[...], model.config)
+        for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))
+    }
+
+
+def _on_devices(path: Name, value: jax.Array, config: ModelConfig) -> LazyArray:
+    if not value.is_fully_addressable:
+        raise UserError(
+            f"{'.'.join(map(str, path))} is spread over several hosts. Save a checkpoint with "
+            "orbax, and convert that on one host."
+        )
+    piece = piece_of(value.shape, value.dtype.itemsize, stacked=config.is_stacked(path))
+    return LazyArray(value.shape, value.dtype, piece, lambda index: np.asarray(value[index]))
+
+
+def arrange(
+    parameters: Parameters, *, scan: bool, stack: str = ModelConfig.STACK
+) -> dict[Name, LazyArray]:
+    """The same parameters, with those of all layers stacked (`scan`) or one by one.
+
+    Args:
+        parameters: of a model.
+        scan: whether layers are to be stacked.
+        stack: the name of the layers in paths.
+    """
+    found: dict[Name, LazyArray] = {}
+    layers: dict[Name, dict[int, LazyArray]] = {}
+    for name, one in parameters.items():
+        at = name.index(stack) + 1 if stack in name else len(name)
+        match name[at:]:
+            case (int(layer), *rest) if scan:
+                layers.setdefault((*name[:at], *rest), {})[layer] = one
+            case (str(), *_) if not scan:
+                for i in range(one.shape[0]):
+                    found[(*name[:at], i, *name[at:])] = _one_of(one, i)
+            case _:
+                found[name] = one
     # A checkpoint may list layer 10 before layer 2.
-    for name, one in sorted(layers.items(), key=lambda item: item[0][1]):
-        together.setdefault(("layers", *name[2:]), []).append(one)
-    return outside | {name: _stack_of(ones) for name, ones in together.items()}
+    return found | {
+        name: stack_of([ones[i] for i in sorted(ones)]) for name, ones in layers.items()
+    }
 
 
 def _one_of(one: LazyArray, layer: int) -> LazyArray:
@@ -114,52 +146,37 @@ def _one_of(one: LazyArray, layer: int) -> LazyArray:
     return LazyArray(one.shape[1:], one.dtype, one.piece[1:], read)
 
 
-def _stack_of(ones: Sequence[LazyArray]) -> LazyArray:
+def stack_of(ones: Sequence[LazyArray]) -> LazyArray:
     """The parameters of layers in order, with a first axis over layers."""
-    first = ones[0]
+    shape, piece = ones[0].shape, ones[0].piece
+    dtype = np.result_type(*{one.dtype for one in ones})
 
     def read(index: Index) -> np.ndarray:
-        return np.stack([one.read(index[1:]) for one in ones[index[0]]])
+        chosen, inner = ones[index[0]], index[1:]
+        sizes = (len(range(*i.indices(n))) for i, n in zip(inner, shape, strict=True))
+        values = np.empty((len(chosen), *sizes), dtype)  # np.stack would need twice the memory
+        for i, one in enumerate(chosen):
+            values[i] = one.read(inner)
+        return values
 
-    return LazyArray((len(ones), *first.shape), first.dtype, (1, *first.piece), read)
-
-
-def _placed(array: LazyArray, leaf: Any) -> jax.Array:
-    def part(index: Index | None) -> np.ndarray:
-        whole = (slice(None),) * len(leaf.shape)
-        return cast(array, leaf.dtype).read(whole if index is None else index)
-
-    if leaf.sharding is None:
-        return jax.device_put(part(None))
-    return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
+    return LazyArray((len(ones), *shape), dtype, (1, *piece), read)
 
 
-def require_same(config: Config, parameters: Parameters) -> None:
-    """Raises unless these are the parameters of the model."""
-    _require_layers(config, parameters)
-    _, state = abstract(dataclasses.replace(config, axes=MeshAxes()))
-    _require({path: leaf.shape for path, leaf in nnx.to_flat_state(state)}, parameters)
+def require_same(
+    config: Any, parameters: Parameters, *, module: Callable[..., Any] = Llama
+) -> None:
+    """Raises unless these are the parameters of the model.
 
-
-def _require_layers(config: Config, parameters: Parameters) -> None:
-    """Raises for a wrong number of layers, before thousands of them are built one by one."""
-    if config.scan:
-        return
-    layers = {name: one for name, one in parameters.items() if name[0] == "layers"}
-    numbers = {name[1] for name in layers if isinstance(name[1], int)}
-    there = len(numbers) or max((one.shape[0] for one in layers.values()), default=0)
-    if there != config.layers:
-        raise UserError(
-            f"This model does not match its config: it has {amount(there, 'layer')}, and "
-            f"layers={config.layers:,}."
-        )
-
-
-def _require(needed: Mapping[Name, tuple[int, ...]], parameters: Parameters) -> None:
-    other = {path for path in needed.keys() & parameters if needed[path] != parameters[path].shape}
+    Layers are compared stacked: to build them one by one takes long if a config claims thousands.
+    """
+    stacked = dataclasses.replace(config, scan=True, axes=MeshAxes())
+    _, state = abstract(stacked, module=module)
+    needed = {path: leaf.shape for path, leaf in nnx.to_flat_state(state)}
+    have = arrange(parameters, scan=True, stack=config.STACK)
+    other = {path for path in needed.keys() & have if needed[path] != have[path].shape}
     for kind, paths in (
-        ("lacks", needed.keys() - parameters.keys()),
-        ("also has", parameters.keys() - needed.keys()),
+        ("lacks", needed.keys() - have.keys()),
+        ("also has", have.keys() - needed.keys()),
         ("has in another shape", other),
     ):
         if paths:
@@ -206,7 +223,7 @@ def in_dtype(values: np.ndarray, dtype: np.dtype, name: str = "A parameter") -> 
 
 
 def size_of(array: LazyArray) -> int:
-    """How many bytes a parameter takes."""
+    """The bytes that a parameter takes."""
     return math.prod(array.shape) * array.dtype.itemsize
 
 

@@ -82,7 +82,7 @@ class Llama(nnx.Module):
         segments: Int[Array, "B S"] | None = None,
     ) -> Float[Array, "B S D"]:
         """The input of the head; for the arguments see `__call__`."""
-        _require_tokens(self.config, tokens, positions, segments)
+        require_tokens(self.config, tokens, positions, segments)
         x = self.embedded(tokens)
         return self.norm(_run_layers(self.config, self.layers, x, positions, segments))
 
@@ -309,9 +309,10 @@ def shard_params(params: Any) -> Any:
     return lax.with_sharding_constraint(params, nnx.get_partition_spec(params))
 
 
-def _require_tokens(
-    config: Config, tokens: Array, positions: Array | None, segments: Array | None
+def require_tokens(
+    config: Config, tokens: Any, positions: Array | None = None, segments: Array | None = None
 ) -> None:
+    """Raises unless a model of this config can read what `Llama.__call__` takes."""
     given = {"tokens": tokens, "positions": positions, "segments": segments}
     for name, array in given.items():
         if array is not None and not hasattr(array, "dtype"):

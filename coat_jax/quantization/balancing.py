@@ -21,8 +21,7 @@ rounds nothing: a model that computes in BF16 or FP32 still computes the same nu
 The method is that of SmoothQuant (Xiao et al., 2023), which divides by the scales of norms only.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from flax import nnx
@@ -45,16 +44,9 @@ NORMS = {
 }
 
 
-class Factors(NamedTuple):
-    """Powers of two that a parameter is multiplied by.
-
-    Attributes:
-        rows: one for each row of a weight.
-        columns: one for each column of a weight, or for each element of a vector.
-    """
-
-    rows: Float[np.ndarray, " K"] | None = None
-    columns: Float[np.ndarray, " N"] | None = None
+# Powers of two that a parameter is multiplied by: arrays of its shape, or of size 1 along an axis.
+# Those of all layers are stacked.
+Factors = tuple[np.ndarray, ...]
 
 
 def balance(model: Llama, token_batches: Iterable[Int[ArrayLike, "B S"]]) -> Llama:
@@ -69,22 +61,13 @@ def balance(model: Llama, token_batches: Iterable[Int[ArrayLike, "B S"]]) -> Lla
     """
     require_quantizable(model)
     require_balanceable(model.config)
+    parameters = lazy_arrays.parameters_of(model)
+    factors = find_factors(model.config, parameters, observe(model, token_batches))
     graph, state = nnx.split(model)
     flat = dict(nnx.to_flat_state(state))
-    config = model.config
-
-    def read(name: Name) -> np.ndarray:
-        if name in flat:
-            return np.asarray(flat[name][...])
-        layers, layer, *rest = name
-        return np.asarray(flat[layers, *rest][...][layer])
-
-    factors = find_factors(config, read, observe(model, token_batches))
-    if config.scan:
-        factors = _stacked(factors)
-    for name, of_parameter in factors.items():
-        leaf = flat[name]
-        flat[name] = leaf.replace(_scaled(leaf[...], of_parameter))
+    for name, one in balance_parameters(parameters, factors).items():
+        if one is not parameters[name]:
+            flat[name] = flat[name].replace(lazy_arrays.place(one, flat[name][...]))
     balanced: Llama = nnx.merge(graph, nnx.from_flat_state(flat))
     return balanced
 
@@ -98,11 +81,13 @@ def balance_parameters(
         parameters: of a model, its layers stacked or not.
         factors: from `find_factors`.
     """
-    scan = not any(isinstance(name[1], int) for name in parameters if name[0] == "layers")
-    apart = dict(lazy_arrays.arranged(parameters, scan=False))
-    for name, of_parameter in factors.items():
-        apart[name] = _scaled_when_read(apart[name], of_parameter)
-    return dict(lazy_arrays.arranged(apart, scan=scan))
+    found = dict(parameters)
+    for name, one in parameters.items():
+        layer = tuple(part for part in name if isinstance(part, int))
+        of_layers = factors.get(tuple(part for part in name if isinstance(part, str)), ())
+        if of_layers:
+            found[name] = _scale_when_read(one, tuple(factor[layer] for factor in of_layers))
+    return found
 
 
 def require_balanceable(config: Config) -> None:
@@ -114,26 +99,29 @@ def require_balanceable(config: Config) -> None:
         )
 
 
-def find_factors(
-    config: Config, read: Callable[[Name], np.ndarray], ranges: Ranges
-) -> dict[Name, Factors]:
-    """What parameters are multiplied by, named as in a model whose layers are not stacked.
+def find_factors(config: Config, parameters: Parameters, ranges: Ranges) -> dict[Name, Factors]:
+    """Returns the factors of parameters, named as in a model whose layers are stacked.
 
     Args:
         config: of the model.
-        read: reads the weight of such a name.
+        parameters: of it, its layers stacked or not.
         ranges: of the inputs of all projections, from `observe`.
     """
-    found: dict[Name, Factors] = {}
+    apart = lazy_arrays.arrange(parameters, scan=False)
+    of_layers = []
     for i in range(config.layers):
         paths = {part: f"layers.{i}.{part}" for part in PROJECTIONS}
         for path in paths.values():
             require_finite(path, ranges[path])
-        weights = {part: read(name_of(path)) for part, path in paths.items()}
+        weights = {part: apart[name_of(path)].whole() for part, path in paths.items()}
         inputs = {part: ranges[path].columns for part, path in paths.items()}
-        of_layer = _factors_of_layer(config, weights, inputs)
-        found |= {name_of(f"layers.{i}.{part}"): factors for part, factors in of_layer.items()}
-    return found
+        of_layers.append(_factors_of_layer(config, weights, inputs))
+    return {
+        ("layers", *part.split(".")): tuple(
+            map(np.stack, zip(*(found[part] for found in of_layers), strict=True))
+        )
+        for part in of_layers[0]
+    }
 
 
 def _factors_of_layer(
@@ -141,12 +129,12 @@ def _factors_of_layer(
     weights: Mapping[str, Float[np.ndarray, "K N"]],
     inputs: Mapping[str, Float[np.ndarray, " K"]],
 ) -> dict[str, Factors]:
-    """What a layer's parameters are multiplied by; `inputs` are the columns' largest magnitudes."""
-    found = {part: Factors() for part in PROJECTIONS}
+    """Returns the factors of a layer; `inputs` are the largest magnitudes of columns."""
+    found: dict[str, Factors] = {}
 
     def row_maxima(part: str) -> Float[np.ndarray, " K"]:
         """The largest magnitude in each row of a weight, when its columns have been scaled."""
-        scaled = _scaled(weights[part], found[part])
+        scaled = _scale(weights[part], found.get(part, ()))
         largest: np.ndarray = np.abs(scaled.astype(np.float32)).max(axis=1)
         return largest
 
@@ -154,21 +142,21 @@ def _factors_of_layer(
     by_head = config.kv_heads, config.heads // config.kv_heads, config.head_dim
     magnitudes = inputs["attention.out"], row_maxima("attention.out")
     s = _factors_of_columns(*(each.reshape(by_head).max(axis=1) for each in magnitudes))
-    found["attention.out"] = Factors(rows=np.repeat(s, by_head[1], axis=0).ravel())
-    found["attention.value"] = Factors(columns=1 / s.ravel())
+    found["attention.out"] = (np.repeat(s, by_head[1], axis=0).reshape(-1, 1),)
+    found["attention.value"] = (1 / s.reshape(1, -1),)
     if config.qkv_bias:
-        found["attention.value_bias"] = Factors(columns=1 / s.ravel())
+        found["attention.value_bias"] = (1 / s.ravel(),)
 
     s = _factors_of_columns(inputs["mlp.down"], row_maxima("mlp.down"))
-    found["mlp.down"] = Factors(rows=s)
-    found["mlp.up"] = Factors(columns=1 / s)
+    found["mlp.down"] = (s[:, None],)
+    found["mlp.up"] = (1 / s[None],)
 
     if config.norms == "before" and config.norm == "rms":
         for norm, parts in NORMS.items():
             s = _factors_of_columns(inputs[parts[0]], np.max([*map(row_maxima, parts)], axis=0))
-            found[norm] = Factors(columns=1 / s)
-            found |= {part: found[part]._replace(rows=s) for part in parts}
-    return {part: factors for part, factors in found.items() if any(f is not None for f in factors)}
+            found[norm] = (1 / s,)
+            found |= {part: (*found.get(part, ()), s[:, None]) for part in parts}
+    return found
 
 
 def _factors_of_columns(
@@ -186,37 +174,18 @@ def _factors_of_columns(
     return np.exp2(np.clip(np.rint(powers), LEAST_EXPONENT, MOST_EXPONENT))
 
 
-def _scaled(values: Any, factors: Factors) -> Any:
-    """A parameter of one layer, or of all layers stacked, multiplied by its factors."""
-    rows, columns = (None if f is None else f.astype(values.dtype) for f in factors)
-    if rows is not None:
-        values = values * rows[..., None]
-    if columns is not None:
-        values = values * (columns if columns.ndim == values.ndim else columns[..., None, :])
+def _scale(values: np.ndarray, factors: Factors) -> np.ndarray:
+    for factor in factors:
+        values = values * factor.astype(values.dtype)
     return values
 
 
-def _scaled_when_read(one: LazyArray, factors: Factors) -> LazyArray:
-    def read(index: Index) -> np.ndarray:
-        rows, columns = factors
-        of_part = Factors(
-            None if rows is None else rows[index[0]],
-            None if columns is None else columns[index[-1]],
-        )
-        part: np.ndarray = _scaled(one.read(index), of_part)
-        return part
+def _scale_when_read(one: LazyArray, factors: Factors) -> LazyArray:
+    def part(factor: np.ndarray, index: Index) -> np.ndarray:
+        sizes = zip(index, factor.shape, strict=True)
+        inside: np.ndarray = factor[tuple(i if size > 1 else slice(None) for i, size in sizes)]
+        return inside
 
-    return one._replace(read=read)
-
-
-def _stacked(factors: Mapping[Name, Factors]) -> dict[Name, Factors]:
-    """The factors of all layers together, layer after layer, as for parameters that are stacked."""
-    together: dict[Name, list[Factors]] = {}
-    for (layers, _, *part), of_layer in factors.items():
-        together.setdefault((layers, *part), []).append(of_layer)
-    return {
-        name: Factors(
-            *(None if each[0] is None else np.stack(each) for each in zip(*ones, strict=True))
-        )
-        for name, ones in together.items()
-    }
+    return one._replace(
+        read=lambda index: _scale(one.read(index), tuple(part(f, index) for f in factors))
+    )

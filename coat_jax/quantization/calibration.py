@@ -22,15 +22,16 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from coat_jax.errors import UserError
-from coat_jax.models import Config, Llama
+from coat_jax.models import Llama
 from coat_jax.models.batches import require_known
+from coat_jax.models.llama import require_tokens
 from coat_jax.nn.modular import Dense
 from coat_jax.numerics import eight_bits
 from coat_jax.numerics.eight_bits import EightBits
 from coat_jax.numerics.quantizer import COARSE, FINE, Fit
 from coat_jax.ops.quantized import row_scales
-from coat_jax.quantization.projections import modular, paths_of, unstacked
-from coat_jax.quantization.recipe import CANDIDATES, Recipe, require_recipe
+from coat_jax.quantization.projections import paths_of, replace_projections, unstack
+from coat_jax.quantization.recipe import CANDIDATES, Recipe
 
 SHIFT = 18  # the bits of FP32 that a bin leaves out: it has 5 bits of the mantissa
 BINS = 1 << (31 - SHIFT)
@@ -82,7 +83,6 @@ def calibrate(
             share a program.
         recipe: for `quantize`.
     """
-    require_recipe(recipe)
     recipe.require_matches(paths_of(model.config))
     found = observe(model, token_batches, recipe.is_left)
     for path, inputs in found.items():
@@ -97,22 +97,25 @@ def observe(
     is_left: Callable[[str], bool] = lambda path: False,
 ) -> dict[str, Inputs]:
     """Statistics of the inputs of all projections that are not `is_left`; no range is checked."""
-    observed = modular(
-        unstacked(model),
+    observed = replace_projections(
+        unstack(model),
         lambda path, kernel, bias: (Dense if is_left(path) else _Observed)(kernel, bias),
     )
     blocks = [nnx.split(block) for block in observed.layers]
     found: dict[str, Inputs] = {}
     for batch in token_batches:
         tokens = np.asarray(batch)  # JAX would truncate 64 bits to 32
-        _require_tokens(tokens, model.config)
+        require_tokens(model.config, tokens)
+        require_known("The calibration text has", tokens.ravel(), model.config.vocab)
+        if tokens.size == 0:
+            continue
         x = observed.embedded(jnp.asarray(tokens, jnp.int32))
         for i, (graph, state) in enumerate(blocks):
             x, seen = _run_layer(graph, state, x)
             for path, inputs in _by_path(seen, i).items():
                 found[path] = found[path] + inputs if path in found else inputs
     if not found:
-        raise UserError("The calibration text is empty: it has no batch of tokens.")
+        raise UserError("The calibration text is empty: it has no tokens.")
     return found
 
 
@@ -222,8 +225,8 @@ def statistics(x: Float[Array, "*rows K"]) -> Any:
     return counts, columns, jnp.sum(jnp.square(wide / unit)), jnp.stack(errors)
 
 
-def on_host(found: Any) -> Inputs:
-    """What `statistics` found, in FP64."""
+def to_host(found: Any) -> Inputs:
+    """Converts the result of `statistics` to FP64."""
     counts, columns, squares, errors = (np.asarray(one) for one in found)
     unit = np.square(columns.max().astype(np.float64))
     return Inputs(counts.astype(np.int64), columns, float(unit * squares), unit * errors)
@@ -241,24 +244,8 @@ def _by_path(seen: Any, layer: int) -> dict[str, Inputs]:
     found = {}
     for path, leaf in nnx.to_flat_state(seen):
         name = ".".join(("layers", str(layer), *map(str, path[:-1])))
-        found[name] = on_host(leaf.get_value())
+        found[name] = to_host(leaf.get_value())
     return found
-
-
-def _require_tokens(tokens: np.ndarray, config: Config) -> None:
-    if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
-        raise ValueError(
-            f"A batch of tokens is whole numbers [batch, sequence], not {tokens.dtype.name} of "
-            f"shape {tokens.shape}."
-        )
-    if tokens.size == 0:
-        raise UserError(f"The calibration text is empty: a batch has the shape {tokens.shape}.")
-    if tokens.shape[1] > config.context:
-        raise UserError(
-            f"The calibration text has rows of {tokens.shape[1]} tokens, and the model has "
-            f"context={config.context}. Divide it into shorter rows."
-        )
-    require_known("The calibration text has", tokens.ravel(), config.vocab)
 
 
 def require_finite(path: str, inputs: Inputs) -> None:

@@ -9,7 +9,7 @@ Everything else is as `coat.models.hf` reads and writes it.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +27,8 @@ from coat_jax.models import Config, Llama, hf, lazy_arrays
 from coat_jax.models.hf.config import from_json as model_from_json
 from coat_jax.models.hf.config import to_json as model_to_json
 from coat_jax.models.hf.files import CODES, FLOATS, NewTensors, Tensors, read_config_json
-from coat_jax.models.hf.names import file_order, source_of
-from coat_jax.models.hf.weights import require_layers, require_names
+from coat_jax.models.hf.names import file_order, is_transposed, tensors_of
+from coat_jax.models.hf.weights import require_names
 from coat_jax.models.lazy_arrays import Index, LazyArray, Name, Parameters
 from coat_jax.models.protocol import require_capability
 from coat_jax.numerics import eight_bits
@@ -37,7 +37,6 @@ from coat_jax.quantization.calibration import Ranges
 from coat_jax.quantization.projections import (
     inference_config,
     is_quantized,
-    name_of,
     plain_name,
     projection_of,
 )
@@ -70,7 +69,12 @@ def load(folder: str | Path, config: Config | None = None, *, mesh: Mesh | None 
         )
     config = _config(config_json) if config is None else inference_config(config)
     tensors = Tensors(folder, FLOATS | CODES)
-    require_layers(tensors, config)
+    last = f"model.layers.{config.layers - 1}."
+    if not any(name.startswith(last) for name in tensors.names()):  # building layers takes long
+        raise UserError(
+            f"{folder} has no tensors {last}*, and its config.json or the Config describes a model "
+            f"of {config.layers:,} layers."
+        )
     schemes = layout.from_json(config_json.get(layout.ENTRY), config)
     graph, state = abstract(config, schemes, mesh=mesh)
     return lazy_arrays.fill(graph, state, _read(tensors, config, schemes, state))
@@ -123,24 +127,21 @@ def save_quantized(
         progress: called with the number of bytes quantized since its last call.
     """
     config = inference_config(config)
-    parameters = lazy_arrays.arranged(parameters, scan=False)
+    parameters = lazy_arrays.arrange(parameters, scan=False)
     lazy_arrays.require_same(config, parameters)
     kind = np.dtype(config.param_dtype)
 
     def parameter_at(name: Name) -> np.ndarray:
         return lazy_arrays.cast(parameters[name], kind).whole()
 
-    schemes = choose_schemes(
-        config, recipe, ranges, lambda path: jnp.asarray(parameter_at(name_of(path)))
-    )
+    def read(name: Name) -> np.ndarray:
+        progress(lazy_arrays.size_of(parameters[name]))
+        return parameter_at(name)
 
-    def arrays() -> Iterator[tuple[Name, Any]]:
-        _, state = abstract(config, schemes)
-        for name, made in quantized_arrays(state, parameter_at, schemes, recipe, ranges):
-            yield from made.items()
-            progress(lazy_arrays.size_of(parameters[name]))
-
-    _write(folder, config, schemes, arrays(), dtype, extra, file_bytes)
+    schemes = choose_schemes(config, recipe, ranges, parameter_at)
+    _, state = abstract(config, schemes)
+    arrays = quantized_arrays(state, read, schemes, recipe, ranges)
+    _write(folder, config, schemes, arrays, dtype, extra, file_bytes)
     return schemes
 
 
@@ -219,14 +220,14 @@ def _tensors_of(
                 return np.asarray(tensors.read(scales, (*index, slice(None)))[..., 0])
 
             return [_Tensor(scales, (*shape, 1), single, lambda x: x[..., None], read_scales)]
-    source = source_of(plain_name(path), shape, config)
-    (name,) = source.names
-    arrange = np.transpose if source.transposed else np.asarray
+    (name,) = tensors_of(plain_name(path), config)
+    if not is_transposed(name):
+        return [_Tensor(name, shape, kind, np.asarray, lambda tensors, i: tensors.read(name, i))]
 
     def read(tensors: Tensors, index: Index) -> np.ndarray:
-        return arrange(tensors.read(name, index[::-1] if source.transposed else index))
+        return tensors.read(name, index[::-1]).T
 
-    return [_Tensor(name, source.file_shape, kind, arrange, read)]
+    return [_Tensor(name, shape[::-1], kind, np.transpose, read)]
 
 
 def _tensors_of_codes(module: str, shape: tuple[int, ...], scheme: Scheme) -> list[_Tensor]:
@@ -237,23 +238,23 @@ def _tensors_of_codes(module: str, shape: tuple[int, ...], scheme: Scheme) -> li
     packed, size = f"{module}.weight_packed", np.array(shape, np.int64)
 
     def unpacked(tensors: Tensors, index: Index) -> np.ndarray:
-        return _unpacked(tensors.read(packed, (index[0], slice(None))), shape[1])[:, index[1]]
+        return _unpack(tensors.read(packed, (index[0], slice(None))), shape[1])[:, index[1]]
 
     inside = (shape[0], math.ceil(shape[1] / PER_INT32))
     return [
-        _Tensor(packed, inside, np.dtype(np.int32), _packed, unpacked),
+        _Tensor(packed, inside, np.dtype(np.int32), _pack, unpacked),
         _Tensor(f"{module}.weight_shape", (2,), size.dtype, lambda _: size, None),
     ]
 
 
-def _packed(codes: Int8[np.ndarray, "N K"]) -> Int32[np.ndarray, "N P"]:
+def _pack(codes: Int8[np.ndarray, "N K"]) -> Int32[np.ndarray, "N P"]:
     """Four codes in each number, the first in its lowest byte; 128 is added to each."""
     raised = (codes.astype(np.int16) + 128).astype(np.uint8)
     return np.pad(raised, ((0, 0), (0, -codes.shape[1] % PER_INT32))).view("<i4")
 
 
-def _unpacked(packed: Int32[np.ndarray, "N P"], columns: int) -> Int8[np.ndarray, "N K"]:
-    """The inverse of `_packed`."""
+def _unpack(packed: Int32[np.ndarray, "N P"], columns: int) -> Int8[np.ndarray, "N K"]:
+    """The inverse of `_pack`."""
     raised = np.ascontiguousarray(packed, "<i4").view(np.uint8)[:, :columns]
     return (raised.astype(np.int16) - 128).astype(np.int8)
 
@@ -271,21 +272,14 @@ def _read(
     found = {}
     for path, leaf in nnx.to_flat_state(state):
         tensor, *_ = expected[path]
-        _require(tensor, everything)
         assert tensor.read is not None
-        read = partial(tensor.read, everything)
-        dtype = jnp.dtype(everything.dtype(tensor.name))
-        dtype = leaf.dtype if tensor.dtype == np.int32 else dtype  # packed
-        found[path] = LazyArray(tuple(leaf.shape), dtype, tuple(leaf.shape), read)
+        shape, dtype = everything.spec(tensor.name)
+        are_floats = {dtype.name, tensor.dtype.name} <= set(FLOATS.values())  # which are cast
+        if shape != tensor.shape or not (dtype == tensor.dtype or are_floats):
+            raise UserError(
+                f"{tensor.name} in {everything.folder} is {dtype.name} of shape {shape}, and "
+                f"config.json says {tensor.dtype.name} of shape {tensor.shape}."
+            )
+        read, shape = partial(tensor.read, everything), tuple(leaf.shape)
+        found[path] = LazyArray(shape, leaf.dtype, shape, read)
     return found
-
-
-def _require(tensor: _Tensor, tensors: Tensors) -> None:
-    """Raises unless a tensor in the files is what it should be; floats may be of another dtype."""
-    shape, dtype = tensors.shape(tensor.name), tensors.dtype(tensor.name)
-    alike = dtype == tensor.dtype.name or {dtype, tensor.dtype.name} <= set(FLOATS.values())
-    if shape != tensor.shape or not alike:
-        raise UserError(
-            f"{tensor.name} in {tensors.folder} is {dtype} of shape {shape}, and config.json says "
-            f"{tensor.dtype.name} of shape {tensor.shape}."
-        )

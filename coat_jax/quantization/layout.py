@@ -14,8 +14,9 @@
 INT8 weights whose inputs are not rounded are packed: that is the only way in which vLLM reads them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, get_args
 
 from coat_jax.errors import UserError
 from coat_jax.models import Config
@@ -58,15 +59,7 @@ def to_json(config: Config, schemes: Mapping[str, Scheme]) -> Json:
     groups = {}
     for number, scheme in enumerate(kinds):
         targets = [module_of(path) for path in paths if schemes.get(path) == scheme]
-        group: Json = {
-            "targets": targets if len(kinds) > 1 else [LINEAR],
-            "weights": _arguments(scheme.format, "channel", dynamic=False),
-            "input_activations": None,
-            "output_activations": None,
-        }
-        if scheme.activations != "none":
-            strategy, dynamic = STRATEGIES[scheme.activations], scheme.activations == "dynamic"
-            group["input_activations"] = _arguments(scheme.format, strategy, dynamic=dynamic)
+        group = {"targets": targets if len(kinds) > 1 else [LINEAR], **_group_of(scheme)}
         if len(kinds) > 1:
             group["format"] = storage_of(scheme)
         groups[f"group_{number}"] = group
@@ -95,72 +88,68 @@ def from_json(data: Any, config: Config) -> dict[str, Scheme]:
     if not isinstance(groups, Mapping) or not isinstance(ignore, list):
         raise UserError(f"config.json: {ENTRY} has no config_groups that coat_jax can read.")
     ignored = [_target(text) for text in ignore]
-    targets = [
-        (_target(text), name)
-        for name, group in groups.items()
-        for text in _entry(name, group, "targets", list)
-    ]
+    targets = []
+    for name, group in groups.items():
+        texts = group.get("targets") if isinstance(group, Mapping) else None
+        if not isinstance(texts, list):
+            raise UserError(f"config.json: {ENTRY}.{name} has targets={brief(texts)}.")
+        targets += [(_target(text), name) for text in texts]
     _require_few_ways([*ignored, *(target for target, _ in targets)])
     schemes: dict[str, Scheme] = {}
     for path in paths_of(config):
         module = module_of(path)
-        if any(target.names(module) for target in ignored):
+        if any(target.pattern.match(module) for target in ignored):
             continue
-        if found := [(target.rank, name) for target, name in targets if target.names(module)]:
-            first = min(rank for rank, _ in found)
-            schemes[path] = _one_scheme(
-                module, {name: groups[name] for rank, name in found if rank == first}
-            )
+        found = [(t.rank, name) for t, name in targets if t.pattern.match(module)]
+        first = {name: groups[name] for rank, name in found if rank == min(found)[0]}
+        if found:
+            schemes[path] = _one_scheme(module, first)
     return schemes
 
 
-def _arguments(name: EightBits, strategy: str, *, dynamic: bool) -> Json:
+def _group_of(scheme: Scheme) -> Json:
+    """The entries of a group that describe a scheme."""
+    shared = {"num_bits": 8, "type": TYPES[scheme.format], "symmetric": True}
+    inputs = None
+    if scheme.activations != "none":
+        strategy, is_dynamic = STRATEGIES[scheme.activations], scheme.activations == "dynamic"
+        inputs = {**shared, "strategy": strategy, "dynamic": is_dynamic}
     return {
-        "num_bits": 8,
-        "type": TYPES[name],
-        "symmetric": True,
-        "strategy": strategy,
-        "dynamic": dynamic,
+        "weights": {**shared, "strategy": "channel", "dynamic": False},
+        "input_activations": inputs,
+        "output_activations": None,
     }
 
 
-def _entry(name: str, group: Any, entry: str, kind: type) -> Any:
-    value = group.get(entry) if isinstance(group, Mapping) else None
-    if not isinstance(value, kind):
-        raise UserError(f"config.json: {ENTRY}.{name} has {entry}={brief(value)}.")
-    return value
-
-
 class _Target(NamedTuple):
-    """A target of a group: what names modules.
+    """A target of a group.
 
     Attributes:
         text: as it is in the file.
         rank: 0 for a name, 1 for a pattern, 2 for a class; the lowest one that fits counts.
-        names: whether it names a module.
+        pattern: matches the names of its modules.
         ways: how many ways there are to match a name, at most.
     """
 
     text: str
     rank: int
-    names: Callable[[str], bool]
+    pattern: re.Pattern[str]
     ways: int = 0
 
 
 def _target(value: Any) -> _Target:
     text = str(value)
     if text == LINEAR:
-        return _Target(text, 2, lambda module: True)
+        return _Target(text, 2, re.compile(""))
     if not text.startswith("re:"):
-        return _Target(text, 0, lambda module: module == text)
+        return _Target(text, 0, re.compile(rf"{re.escape(text)}\Z"))
     try:
-        pattern, ways = patterns.compiled(text.removeprefix("re:"))
+        return _Target(text, 1, *patterns.compile_bounded(text.removeprefix("re:")))
     except ValueError as error:
         raise UserError(
             f"config.json: {ENTRY} has the pattern {brief(text)}, which is not matched: {error}. "
             "Write a simpler one, or the names themselves."
         ) from None
-    return _Target(text, 1, lambda module: pattern.match(module) is not None, ways)
 
 
 def _require_few_ways(targets: Sequence[_Target]) -> None:
@@ -185,20 +174,10 @@ def _one_scheme(module: str, groups: Mapping[str, Any]) -> Scheme:
     return next(iter(schemes.values()))
 
 
-def _scheme(name: str, group: Mapping[str, Any]) -> Scheme:
-    weights = _entry(name, group, "weights", dict)
-    inputs = group.get("input_activations")
-    for format, activations in _SCHEMES if group.get("output_activations") is None else ():
-        expected = _arguments(format, "channel", dynamic=False)
-        if not _says(weights, expected):
-            continue
-        if activations == "none":
-            if inputs is None:
-                return Scheme(format, activations)
-            continue
-        dynamic = activations == "dynamic"
-        if _says(inputs, _arguments(format, STRATEGIES[activations], dynamic=dynamic)):
-            return Scheme(format, activations)
+def _scheme(name: str, group: Json) -> Scheme:
+    for scheme in (Scheme(f, a) for f in TYPES for a in get_args(Activations)):
+        if all(_says(group.get(entry), value) for entry, value in _group_of(scheme).items()):
+            return scheme
     raise UserError(
         f"config.json: {ENTRY}.{name} is a scheme that coat_jax does not support. It supports "
         "symmetric 8-bit weights with a scale per channel, inputs that are not quantized, have one "
@@ -206,10 +185,7 @@ def _scheme(name: str, group: Mapping[str, Any]) -> Scheme:
     )
 
 
-_SCHEMES: list[tuple[EightBits, Activations]] = [
-    (format, activations) for format in TYPES for activations in ("none", *STRATEGIES)
-]
-
-
-def _says(data: Any, expected: Json) -> bool:
+def _says(data: Any, expected: Json | None) -> bool:
+    if expected is None:
+        return data is None
     return isinstance(data, Mapping) and all(data.get(k) == v for k, v in expected.items())

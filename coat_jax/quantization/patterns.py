@@ -27,7 +27,7 @@ TOKEN = re.compile(
 )
 
 
-def compiled(pattern: str) -> tuple[re.Pattern[str], int]:
+def compile_bounded(pattern: str) -> tuple[re.Pattern[str], int]:
     """A pattern, and in how many ways at most it can match; ValueError if it is not supported.
 
     A quantifier chooses where its part of a name ends, and these places follow one another, so that

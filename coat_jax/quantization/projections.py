@@ -76,7 +76,7 @@ def inference_config(config: Config) -> Config:
     return dataclasses.replace(config, scan=False, remat=None, precision=BF16)
 
 
-def unstacked(model: Llama) -> Llama:
+def unstack(model: Llama) -> Llama:
     """The model with its layers in a list, and nothing in FP8.
 
     Arrays are shared; those of stacked layers are copied.
@@ -91,8 +91,8 @@ def unstacked(model: Llama) -> Llama:
     return plain
 
 
-def modular(plain: Llama, make: Make) -> Llama:
-    """`plain`, from `unstacked`, with its projections replaced by modules."""
+def replace_projections(plain: Llama, make: Make) -> Llama:
+    """`plain`, from `unstack`, with its projections replaced by modules."""
     for i, block in enumerate(plain.layers):
         for name, kind in (("attention", ModularAttention), ("mlp", ModularGatedMLP)):
             path = f"layers.{i}.{name}"

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from coat_jax import models, ops
 from coat_jax.errors import UserError
 from coat_jax.models import Config, Llama
-from coat_jax.models.creation import mesh_that_is_set
+from coat_jax.models.creation import mesh_that_is_set, with_shardings
 from coat_jax.models.lazy_arrays import Name
 from coat_jax.nn.modular import Dense
 from coat_jax.nn.quantized import QuantizedLinear
@@ -25,16 +26,14 @@ from coat_jax.numerics.quantizer import Fit
 from coat_jax.quantization.calibration import Ranges, input_noise, input_scale
 from coat_jax.quantization.projections import (
     groups_of,
-    modular,
     name_of,
     paths_of,
     plain_name,
-    unstacked,
+    replace_projections,
+    unstack,
 )
-from coat_jax.quantization.recipe import CANDIDATES, Recipe, Scheme, require_recipe
+from coat_jax.quantization.recipe import CANDIDATES, Recipe, Scheme
 
-# By the path of a projection, or the name of a parameter.
-WeightAt = Callable[[str], Float[Array, "K N"]]
 ParameterAt = Callable[[Name], Array | np.ndarray]
 
 
@@ -50,12 +49,11 @@ def quantize(model: Llama, recipe: Recipe, ranges: Ranges | None = None) -> Llam
         recipe: how its projections are quantized.
         ranges: of their inputs, from `calibrate`, where the recipe needs them.
     """
-    plain = unstacked(model)
+    plain = unstack(model)
     arrays = {name: leaf[...] for name, leaf in nnx.to_flat_state(nnx.state(plain))}
-    schemes = choose_schemes(plain.config, recipe, ranges, lambda path: arrays[name_of(path)])
+    schemes = choose_schemes(plain.config, recipe, ranges, arrays.__getitem__)
     graph, state = abstract(plain.config, schemes)
-    made = quantized_arrays(state, arrays.__getitem__, schemes, recipe, ranges)
-    values = {path: value for _, of_name in made for path, value in of_name.items()}
+    values = dict(quantized_arrays(state, arrays.__getitem__, schemes, recipe, ranges))
     flat = {path: leaf.replace(values[path]) for path, leaf in nnx.to_flat_state(state)}
     small: Llama = nnx.merge(graph, nnx.from_flat_state(flat))
     return small
@@ -67,8 +65,8 @@ def quantized_arrays(
     schemes: Mapping[str, Scheme],
     recipe: Recipe,
     ranges: Ranges | None,
-) -> Iterator[tuple[Name, dict[Name, Array | np.ndarray]]]:
-    """For each parameter its name and the arrays made of it, by their paths in `state`.
+) -> Iterator[tuple[Name, Array | np.ndarray]]:
+    """The path in `state` and the value of each array; each parameter is read once.
 
     Args:
         state: of the quantized model, from `abstract`.
@@ -82,11 +80,11 @@ def quantized_arrays(
     for name, paths in paths_from.items():
         projection, value = ".".join(map(str, name)), parameter_at(name)
         if projection in schemes:
-            scheme = schemes[projection]
-            rounded = round_weight(projection, jnp.asarray(value), scheme, recipe, ranges)
-            yield name, {path: getattr(rounded, str(path[-1])) for path in paths}
+            rounded = _round_weight(projection, value, schemes[projection], recipe, ranges)
+            for path in paths:
+                yield path, getattr(rounded, str(path[-1]))
         else:
-            yield name, dict.fromkeys(paths, value)
+            yield from ((path, value) for path in paths)
 
 
 def schemes_of(model: Llama) -> dict[str, Scheme]:
@@ -126,15 +124,11 @@ def abstract(
 
     graph, state = models.abstract(config, mesh=mesh)
     with contextlib.nullcontext() if mesh.empty else jax.set_mesh(mesh):
-        shapes = nnx.eval_shape(lambda state: modular(nnx.merge(graph, state), make), state)
-    graph, state = nnx.split(shapes)
-    if not mesh.empty:
-        state = jax.tree.map(
-            lambda leaf, own: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own),
-            state,
-            nnx.get_named_sharding(state, mesh),
+        shapes = nnx.eval_shape(
+            lambda state: replace_projections(nnx.merge(graph, state), make), state
         )
-    return graph, state
+    graph, state = nnx.split(shapes)
+    return graph, state if mesh.empty else with_shardings(state, mesh)
 
 
 def sharding_of(kernel: nnx.Param) -> tuple[str | None, ...]:
@@ -146,7 +140,7 @@ def sharding_of(kernel: nnx.Param) -> tuple[str | None, ...]:
 
 
 def choose_schemes(
-    config: Config, recipe: Recipe, ranges: Ranges | None, weight_at: WeightAt
+    config: Config, recipe: Recipe, ranges: Ranges | None, parameter_at: ParameterAt
 ) -> dict[str, Scheme]:
     """The scheme of each projection that a recipe quantizes; raises if the recipe does not fit.
 
@@ -154,9 +148,8 @@ def choose_schemes(
         config: of the model.
         recipe: for all projections.
         ranges: see `quantize`.
-        weight_at: reads the weight of a projection, for a recipe that compares formats.
+        parameter_at: reads a parameter, for a recipe that compares formats.
     """
-    require_recipe(recipe)
     recipe.require_matches(paths_of(config))
     if recipe.calibrated:
         for path in paths_of(config):
@@ -170,20 +163,21 @@ def choose_schemes(
     for group in groups_of(config):
         paths = [path for path in group if not recipe.is_left(path)]
         if paths:
-            format = _format(paths, recipe, ranges, weight_at)
+            format = _format(paths, recipe, ranges, parameter_at)
             schemes |= {path: Scheme(format, recipe.activations) for path in paths}
     return schemes
 
 
-def round_weight(
+def _round_weight(
     path: str,
-    weight: Float[Array, "K N"],
+    weight: Float[ArrayLike, "K N"],
     scheme: Scheme,
     recipe: Recipe,
     ranges: Ranges | None,
 ) -> ops.Quantized:
     """The codes and scales of a projection's weight, and the scale of its input if it is static."""
-    codes, scale = _rounded(weight, scheme.format, recipe.fit, recipe.percentile)
+    weight = jnp.asarray(weight)
+    codes, scale = _round(weight, scheme.format, recipe.fit, recipe.percentile)
     if not bool(jnp.isfinite(scale).all()):
         raise UserError(
             f"The weight {path} has a NaN or an infinity: its range is not finite. The model's "
@@ -203,7 +197,7 @@ def round_weight(
 
 
 def _format(
-    paths: Sequence[str], recipe: Recipe, ranges: Ranges | None, weight_at: WeightAt
+    paths: Sequence[str], recipe: Recipe, ranges: Ranges | None, parameter_at: ParameterAt
 ) -> EightBits:
     """The format of projections that multiply one input.
 
@@ -212,7 +206,7 @@ def _format(
     """
     if recipe.format != "mixed":
         return recipe.format
-    weights = [weight_at(path) for path in paths]
+    weights = [jnp.asarray(parameter_at(name_of(path))) for path in paths]
 
     def noise(name: EightBits) -> float:
         errors = [_noise(w, name, recipe.fit, recipe.percentile) for w in weights]
@@ -228,7 +222,7 @@ _STATIC = {"static_argnames": ("name", "fit", "percentile")}
 
 
 @partial(jax.jit, **_STATIC)
-def _rounded(
+def _round(
     weight: Float[Array, "K N"], name: EightBits, fit: Fit, percentile: float
 ) -> tuple[Array, Array]:
     codes, scale, _ = ops.quantize_weight(weight, name, fit=fit, percentile=percentile)

@@ -19,7 +19,7 @@ CANDIDATES: tuple[EightBits, ...] = ("int8", "fp8")  # in a tie, the first one i
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a model is quantized.
+    """The settings of quantization.
 
     Embedding and head stay as they are, and so do norms and biases.
 
@@ -69,16 +69,8 @@ class Recipe:
             raise UserError(f"leave={self.leave!r} matches every projection: nothing is quantized.")
 
 
-def require_recipe(recipe: Recipe) -> None:
-    """Raises unless it is a Recipe."""
-    if not isinstance(recipe, Recipe):
-        raise TypeError(
-            f"A recipe is a quantization.Recipe, not {recipe!r}: pass Recipe(format='int8')."
-        )
-
-
 class Scheme(NamedTuple):
-    """How one projection is quantized: the format of its codes, and how its inputs are rounded."""
+    """The quantization of one projection: the format of its codes, the rounding of its inputs."""
 
     format: EightBits
     activations: Activations

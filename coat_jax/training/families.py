@@ -4,7 +4,7 @@ A family's model keeps to `coat_jax.models.protocol`. Its data is opened by numb
 `data.Rows`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from coat_jax.validation import brief
 
 
 class Family(NamedTuple):
-    """What the trainer needs of a kind of model.
+    """A kind of models, as the trainer needs it.
 
     Attributes:
         module: the class of the model.
@@ -29,6 +29,8 @@ class Family(NamedTuple):
             of a sequence, and a seed.
         example: the shapes of a row, for programs that are compiled without data, from the model's
             config and the length of a sequence.
+        hf: reads and writes Hugging Face folders, with the functions and ARCHITECTURES of
+            `coat.models.hf`; None if the family has no such format.
     """
 
     module: Callable[..., Any]
@@ -36,6 +38,7 @@ class Family(NamedTuple):
     data: type[Any]
     rows: Callable[[Any, Any, Split, int, int], Rows]
     example: Callable[[Any, int], Any]
+    hf: Any = None
 
 
 def _rows_of_text(
@@ -50,7 +53,9 @@ def _row_of_text(_: models.Config, sequence: int) -> Batch:
 
 
 FAMILIES = {
-    "llama": Family(models.Llama, models.Config, DataConfig, _rows_of_text, _row_of_text),
+    "llama": Family(
+        models.Llama, models.Config, DataConfig, _rows_of_text, _row_of_text, models.hf
+    ),
 }
 
 
@@ -69,6 +74,21 @@ def name_of(config: Any) -> str:
 def family_of(config: Any) -> Family:
     """The family that a model's config belongs to."""
     return FAMILIES[name_of(config)]
+
+
+def hf_of(config: Any) -> Any:
+    """The Hugging Face format of a config's family, `Family.hf`; raises if there is none."""
+    name = name_of(config)
+    if FAMILIES[name].hf is None:
+        raise UserError(f"There is no Hugging Face format for models of the family {name!r}.")
+    return FAMILIES[name].hf
+
+
+def hf_named_in(config_json: Mapping[str, Any]) -> Any:
+    """The Hugging Face format of the architecture that a config.json names."""
+    formats = [family.hf for family in FAMILIES.values() if family.hf is not None]
+    format_of = {name: format for format in formats for name in format.ARCHITECTURES}
+    return format_of[models.hf.architecture_in(config_json, format_of)]
 
 
 def from_json(data: Any, where: str) -> ModelConfig:

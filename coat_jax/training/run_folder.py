@@ -114,7 +114,7 @@ class RunFolder:
     def _require_no_model(self) -> None:
         """Raises if the folder holds a model that no run wrote."""
         path = self.path / weights.CONFIG
-        found = None if self.checkpoints.exists() or not path.is_file() else weights.parsed(path)
+        found = None if self.checkpoints.exists() or not path.is_file() else weights.object_in(path)
         if found is not None and "architectures" in found and not weights.is_run(found):
             raise UserError(
                 f"{self.path} holds a model in Hugging Face's format, not a run: choose another "
@@ -126,7 +126,7 @@ class RunFolder:
         saved = weights.config_in_checkpoint(self.path)
         path = self.path / weights.CONFIG
         if saved is None and path.is_file():
-            saved = weights.parsed(path)
+            saved = weights.object_in(path)
             if saved is None:
                 self._note(
                     f"{path} is damaged, and no checkpoint says what was run. It is replaced."

@@ -129,7 +129,7 @@ def train(job: Job, *, keep: bool = False) -> Trained:
         prepared = prepare(config, mesh, optimizer=optimizer_of(arm, config))
         losses: list[float] = []
         seconds = 0.0
-        if saved.latest() is None:
+        if not saved.steps():
             state = first_state(prepared, told)
         else:
             _, state, extra = saved.restore(prepared.abstract)

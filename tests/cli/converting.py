@@ -16,13 +16,13 @@ lazy_arrays.PIECE = 1 << 20
 
 
 def there_and_back(folder):
-    conversion.to_run(folder / "theirs", folder / "ours")
-    conversion.to_hugging_face(folder / "ours", folder / "again", file_bytes=20_000_000)
+    conversion.convert(folder / "theirs", folder / "ours")
+    conversion.convert(folder / "ours", folder / "again", file_bytes=20_000_000)
 
 
 def to_int8(folder):
     recipe = Recipe(format="int8", fit="max")
-    conversion.to_quantized(folder / "theirs", folder / "small", recipe)
+    conversion.convert(folder / "theirs", folder / "small", recipe)
 
 
 def peak():

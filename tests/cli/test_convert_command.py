@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
 from cli_cases import save_run, write_config, write_words
 from flax import nnx
 from forks import Fork
@@ -82,19 +81,14 @@ def theirs(original, tmp_path):
 @pytest.fixture
 def ours(original, tmp_path):
     """The same model as a run."""
-    conversion.to_run(original, tmp_path / "ours")
+    conversion.convert(original, tmp_path / "ours")
     return tmp_path / "ours"
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    return save_run(tmp_path_factory.mktemp("trained"), filled(variant()))
-
-
 @pytest.fixture
-def run(trained, tmp_path):
+def run(tmp_path):
     """A run that was trained here."""
-    return shutil.copytree(trained, tmp_path / "run")
+    return save_run(tmp_path / "run", filled(variant()))
 
 
 def special_tokens(folder, name="config.json"):
@@ -117,11 +111,11 @@ def test_every_family_comes_back_bit_for_bit(family, tmp_path, monkeypatch):
     dtype = jnp.float32 if family == "olmo" else jnp.bfloat16
     model = filled(variant(family, dtype))
     hf.save(tmp_path / "theirs", model)
-    conversion.to_run(tmp_path / "theirs", tmp_path / "ours")
+    conversion.convert(tmp_path / "theirs", tmp_path / "ours")
     again = weights.load(tmp_path / "ours")
     assert again.config == dataclasses.replace(model.config, precision=BF16)
     jax.tree.map(np.testing.assert_array_equal, nnx.state(again), nnx.state(model))
-    conversion.to_hugging_face(tmp_path / "ours", tmp_path / "again", file_bytes=50_000)
+    conversion.convert(tmp_path / "ours", tmp_path / "again", file_bytes=50_000)
     assert len(list((tmp_path / "again").glob("*.safetensors"))) > 2
     assert_same_files(tmp_path / "theirs", tmp_path / "again")
     before, after = (
@@ -131,8 +125,11 @@ def test_every_family_comes_back_bit_for_bit(family, tmp_path, monkeypatch):
 
 
 def test_a_model_converted_there_and_back_is_the_same(theirs, tmp_path, capsys):
-    assert convert(theirs, tmp_path / "ours") == 0
-    assert convert(tmp_path / "ours", tmp_path / "again") == 0
+    """Also in another dtype on the way."""
+    assert convert(theirs, tmp_path / "ours", "--dtype", "float32") == 0
+    model = weights.load(tmp_path / "ours")
+    assert model.config.param_dtype == model.config.dtype == model.embed[...].dtype == jnp.float32
+    assert convert(tmp_path / "ours", tmp_path / "again", "--dtype", "bfloat16") == 0
     said = capsys.readouterr().out
     assert f"{tmp_path / 'ours'} is the folder of a run." in said
     assert f"{tmp_path / 'again'} is a Hugging Face folder." in said
@@ -142,15 +139,9 @@ def test_a_model_converted_there_and_back_is_the_same(theirs, tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"theirs", "ours", "again"}
 
 
-@pytest.mark.parametrize(
-    ("generation", "end"),
-    [
-        ({"temperature": 0.6}, [7, 8]),
-        ({"eos_token_id": None, "temperature": 0.6}, [7, 8]),
-        ({"eos_token_id": 9, "temperature": 0.6}, 9),
-    ],
-)
-def test_special_tokens_come_back_from_whatever_file_has_them(generation, end, theirs, tmp_path):
+@pytest.mark.parametrize(("own", "end"), [({}, [7, 8]), ({"eos_token_id": 9}, 9)])
+def test_special_tokens_come_back_from_whatever_file_has_them(own, end, theirs, tmp_path):
+    generation = {"eos_token_id": None, "temperature": 0.6} | own
     (theirs / "generation_config.json").write_text(json.dumps(generation))
     change(theirs, bos_token_id=1, pad_token_id=2)
     assert convert(theirs, tmp_path / "ours") == 0
@@ -160,14 +151,6 @@ def test_special_tokens_come_back_from_whatever_file_has_them(generation, end, t
         assert special_tokens(tmp_path / "again", name) == expected
     generation = json.loads((tmp_path / "again" / "generation_config.json").read_text())
     assert generation["temperature"] == 0.6
-
-
-def test_parameters_may_be_cast(theirs, tmp_path):
-    assert convert(theirs, tmp_path / "ours", "--dtype", "float32") == 0
-    model = weights.load(tmp_path / "ours")
-    assert model.config.param_dtype == model.config.dtype == model.embed[...].dtype == jnp.float32
-    assert convert(tmp_path / "ours", tmp_path / "again", "--dtype", "bfloat16") == 0
-    assert_same_files(theirs, tmp_path / "again")
 
 
 def test_a_run_may_begin_from_what_was_converted(theirs, ours):
@@ -210,10 +193,8 @@ ON_BYTES = {"train": ["corpus"], "tokenizer": None}
     ("data", "written", "words", "end"),
     [
         (ON_TOKENS, 3, None, 3),
-        (ON_BYTES, None, None, None),
         (ON_BYTES, 0, None, 0),
         (ON_BYTES | {"end_of_text": 3}, None, None, 3),
-        ({"end_of_text": 2}, None, ["</s>"], 2),
         ({}, None, ["no", "</s>"], 2),
         ({}, None, [], None),
     ],
@@ -237,27 +218,21 @@ def test_an_export_knows_where_a_text_ends_and_says_what_it_lacks(
 
 def test_a_tokenizer_must_fit_the_model(theirs, run, tmp_path, capsys):
     """Whose vocabulary may be larger; a token that was added for padding does not count."""
-    write_config(run, variant(), data={})
     (theirs / "tokenizer.json").unlink()
     words, out = tmp_path / "words.json", tmp_path / "out"
     write_words(words, "yes", *map(str, range(LLAMA.vocab)))
     for source in (theirs, run):
-        for to in ([], ["--to", "int8"]):
-            assert convert(source, out, "--tokenizer", words, *to) == 2
-            said = capsys.readouterr().err
-            assert f"has a vocabulary of {LLAMA.vocab + 1}, and the model one of" in said
-            assert not out.exists()
-    write_words(words, "yes", *map(str, range(LLAMA.vocab - 1)))
-    padded = tokenizers.Tokenizer.from_file(str(words))
-    padded.add_special_tokens(["<pad>"])
-    padded.save(str(words))
+        assert convert(source, out, "--tokenizer", words) == 2
+        said = capsys.readouterr().err
+        assert f"has a vocabulary of {LLAMA.vocab + 1}, and the model one of" in said
+        assert not out.exists()
+    write_words(words, "yes", *map(str, range(LLAMA.vocab - 1)), special=["<pad>"])
     assert convert(run, out, "--tokenizer", words) == 0
     assert capsys.readouterr().err == ""
     assert (out / "tokenizer.json").read_bytes() == words.read_bytes()
 
 
-@pytest.mark.parametrize("to", [[], ["--to", "int8"]])
-def test_a_tokenizer_that_begins_texts_otherwise_than_training_is_noted(to, run, tmp_path, capsys):
+def test_a_tokenizer_that_begins_texts_otherwise_than_training_is_noted(run, tmp_path, capsys):
     """Unless the run was converted: it has no data."""
     noted = "puts no in front of each text, and training put nothing"
     for name, entries, single, said in (
@@ -267,7 +242,7 @@ def test_a_tokenizer_that_begins_texts_otherwise_than_training_is_noted(to, run,
     ):
         write_config(run, variant(), **entries)
         write_words(run / "tokenizer.json", "yes", "no", template=single)
-        assert convert(run, tmp_path / name, *to) == 0
+        assert convert(run, tmp_path / name) == 0
         err = capsys.readouterr().err
         assert said in err
         assert err.count("\n") == bool(said)
@@ -281,22 +256,22 @@ def test_a_tokenizer_that_begins_texts_otherwise_than_training_is_noted(to, run,
     ("conversion", "tiny", "large"),
     [
         ("there_and_back", {}, {"vocab": 8192, "ffn": 4096, "layers": 4}),
-        ("to_int8", {"ffn": 2048, "width": 1024, "heads": 8, "head_dim": 64}, {"layers": 8}),
+        ("to_int8", {"width": 512, "ffn": 1024}, {"width": 512, "layers": 12}),
     ],
 )
 def test_a_model_is_never_in_memory_as_a_whole(conversion, tiny, large, tmp_path):
-    """The process grows by a third of a model of more than 100 MB at most.
+    """The process grows by a third of a model of more than 50 MB at most.
 
     Where it rounds, once the programs are compiled: a model of one layer has the same.
     """
-    tiny = {"layers": 1, "vocab": 1024} | tiny
-    large = tiny | {"width": 1024, "heads": 8, "head_dim": 64} | large
+    tiny = {"layers": 1, "vocab": 1024, "heads": 8, "head_dim": 64} | tiny
+    large = tiny | {"width": 1024} | large
     random = np.frombuffer(np.random.default_rng(0).bytes(1 << 24), np.uint8)
     for name, changes in (("tiny", tiny), ("large", large)):
         config, folder = variant(**changes), tmp_path / name / "theirs"
         hf.write(folder, config, {path: _bytes(leaf, random) for path, leaf in _leaves(config)})
     size = sum(path.stat().st_size for path in (tmp_path / "large" / "theirs").iterdir())
-    assert size > 100e6
+    assert size > 50e6
     script = Path(__file__).with_name("converting.py")
     (grown,) = outputs([Fork([script, tmp_path, conversion])])
     assert int(grown) < size / 3
@@ -361,33 +336,26 @@ def rewrite(folder, **changes):
     (folder / "manifest.json").unlink(missing_ok=True)
 
 
+NORM = "model.norm.weight"
+
+
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
         (lambda f: change(f, architectures=["GPT2LMHeadModel"]), "'GPT2LMHeadModel'. There are"),
-        (lambda f: rewrite(f, **{"model.norm.weight": None}), "lacks tensors: model.norm.weight"),
+        (lambda f: rewrite(f, **{NORM: None}), f"lacks tensors: {NORM}"),
+        (lambda f: rewrite(f, **{NORM: np.ones(48, np.float32)}), "dtypes, bfloat16, float32"),
         (lambda f: (f / "model.safetensors").unlink(), "There is no model.safetensors"),
+        (lambda f: os.truncate(f / "model.safetensors", 10_000), "is damaged or truncated"),
         (lambda f: (f / "config.json").unlink(), "there is no config.json in it"),
         (lambda f: (f / "config.json").write_text("{}"), "neither the `model` of a run nor"),
-        (
-            lambda f: rewrite(f, **{"model.norm.weight": np.ones(48, np.float32)}),
-            "several dtypes, bfloat16, float32",
-        ),
-        (lambda f: os.truncate(f / "model.safetensors", 10_000), "is damaged or truncated"),
-        (lambda f: lead_nowhere(f / "model.safetensors"), "model.safetensors is a link to nowhere"),
         (lambda f: lead_nowhere(f / "config.json"), "config.json is a link to nowhere"),
+        (shutil.rmtree, "there is no such folder"),
     ],
 )
 def test_folders_that_are_no_model_are_refused(damage, named, theirs, tmp_path, capsys):
     damage(theirs)
     assert_refused(capsys, tmp_path, theirs, tmp_path / "out", named=named)
-
-
-def test_folders_that_are_not_there_are_refused(theirs, tmp_path, capsys):
-    nowhere, out = tmp_path / "nowhere", tmp_path / "out"
-    assert_refused(capsys, tmp_path, nowhere, out, named="there is no such folder")
-    named = "--step is for the checkpoints of a run"
-    assert_refused(capsys, tmp_path, theirs, out, "--step", "3", named=named)
 
 
 def test_nothing_is_overwritten(theirs, tmp_path, capsys):
@@ -398,17 +366,16 @@ def test_nothing_is_overwritten(theirs, tmp_path, capsys):
     assert_refused(capsys, tmp_path, theirs, out, named="another `coat convert` is writing it")
     out.symlink_to("nowhere")
     assert_refused(capsys, tmp_path, theirs, out, named=f"{out} exists already")
-    assert_refused(capsys, tmp_path, theirs, tmp_path / "no" / "..", named="does not end in the")
 
 
 @pytest.mark.parametrize("to", [[], ["--to", "int8"], ["back"]])
 def test_numbers_that_a_dtype_does_not_hold_are_refused(to, theirs, tmp_path, capsys):
     """FP16 would make infinities of them."""
-    rewrite(theirs, **{"model.norm.weight": np.full(48, 1e5, jnp.bfloat16)})
+    rewrite(theirs, **{NORM: np.full(48, 1e5, jnp.bfloat16)})
     source = theirs
     if to == ["back"]:
         to, source = [], tmp_path / "run"
-        conversion.to_run(theirs, source)
+        conversion.convert(theirs, source)
     arguments = [source, tmp_path / "out", "--dtype", "float16", *to]
     assert_refused(capsys, tmp_path, *arguments, named="99840, and float16 ends at 65504")
 

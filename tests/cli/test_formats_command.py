@@ -81,8 +81,8 @@ def test_a_text_shows_the_error_of_each_tensor_in_training(theirs, tmp_path, cap
 
 
 def test_a_run_and_a_hugging_face_folder_say_the_same(theirs, tmp_path, capsys):
-    conversion.to_run(theirs, tmp_path / "ours")
-    one, other = (asked(capsys, folder, *FEW) for folder in (theirs, tmp_path / "ours"))
+    conversion.convert(theirs, tmp_path / "ours")
+    one, other = (asked(capsys, f, *FEW, "--over", "tensor") for f in (theirs, tmp_path / "ours"))
     assert one == other
     lines = one.splitlines()
     assert lines[0].split() == ["weights", "INT8", "E5M2", "best"]
@@ -93,7 +93,7 @@ def test_a_run_and_a_hugging_face_folder_say_the_same(theirs, tmp_path, capsys):
 def test_a_sample_has_whole_channels(theirs):
     config = weights.model_config(theirs)
     parameters = hf.read(theirs, config)
-    one = best_formats.arranged(parameters, scan=False)["layers", 0, "mlp", "gate"]
+    one = best_formats.arrange(parameters, scan=False)["layers", 0, "mlp", "gate"]
     x = one.read((slice(None),) * 2)
     few = best_formats._sample(one, Quantizer("INT8", "channel"), -1, x.shape[0] * 3)
     np.testing.assert_array_equal(few, x[:, [0, x.shape[1] // 2 - 1, x.shape[1] - 1]])
@@ -107,7 +107,7 @@ def test_a_text_is_read_with_the_tokenizer_that_the_run_was_trained_with(
     read = []
     monkeypatch.setattr(best_formats, "in_training", lambda *given: read.append(given[-1]) or [])
     run, text = tmp_path / "run", tmp_path / "text.txt"
-    conversion.to_run(theirs, run)
+    conversion.convert(theirs, run)
     text.write_text("yes")
     elsewhere = write_words(tmp_path / "words.json", "yes", "no")
     said = json.loads((run / "config.json").read_text())

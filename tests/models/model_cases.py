@@ -17,6 +17,7 @@ from small_model import QUICK, filled
 from small_model import SMALL as PLAIN
 
 from coat_jax import models, nn
+from coat_jax.models import lazy_arrays
 
 SMALL = dataclasses.replace(PLAIN, qk_norm="head")
 AXES = {"axes": nn.MeshAxes("fsdp", "tensor"), "batch_axes": ("data", "fsdp")}
@@ -62,9 +63,7 @@ def by_name(state):
     found: dict[str, Any] = {}
     for path, leaf in nnx.to_flat_state(state):
         value = np.asarray(leaf[...], np.float32)
-        if path[0] != "layers":
-            found[".".join(path)] = value
-        elif isinstance(path[1], int):
+        if path[0] != "layers" or isinstance(path[1], int):
             found[".".join(map(str, path))] = value
         else:
             found |= {".".join(("layers", str(i), *path[1:])): v for i, v in enumerate(value)}
@@ -94,14 +93,8 @@ def trained_state():
 
 def trained(config, mesh=None):
     """The trained model computed as `config` says, on a mesh if there is one."""
-    graph, state = models.abstract(config, mesh=mesh)
-    values = dict(nnx.to_flat_state(trained_state()))
-    flat = dict(nnx.to_flat_state(state))
-    for path, leaf in flat.items():
-        # A list of layers takes its values from a stack.
-        value = values[path][...] if path in values else values[path[0], *path[2:]][path[1]]
-        flat[path] = leaf.replace(jax.device_put(value, leaf.sharding))
-    return nnx.merge(graph, nnx.from_flat_state(flat))
+    stacked = nnx.merge(models.abstract(variant(dtype=jnp.float32))[0], trained_state())
+    return lazy_arrays.load(config, lazy_arrays.parameters_of(stacked), mesh=mesh)
 
 
 def cosine(a, b):

@@ -1,7 +1,5 @@
 """The memory that creating a model takes; test_llama has the values."""
 
-from typing import NamedTuple
-
 import jax
 import pytest
 from flax import nnx
@@ -10,16 +8,9 @@ from coat_jax import models
 from coat_jax.models import creation
 
 
-class Unstacked(NamedTuple):
-    """The bytes of a stacked array, and those of all arrays once its layers are there, too."""
-
-    array: int
-    live: int
-
-
 @pytest.fixture
 def unstacked(monkeypatch):
-    """What is unstacked; arrays that were there before do not count."""
+    """The bytes of each stacked array, and those of all arrays once its layers are there, too."""
     before, found, jit = sum(x.nbytes for x in jax.live_arrays()), [], jax.jit
 
     def watched(function, **options):
@@ -29,8 +20,7 @@ def unstacked(monkeypatch):
 
         def unstack(array):
             layers = program(array)
-            live = sum(x.nbytes for x in jax.live_arrays()) - before
-            found.append(Unstacked(array.nbytes, live))
+            found.append((array.nbytes, sum(x.nbytes for x in jax.live_arrays()) - before))
             return layers
 
         return unstack
@@ -51,6 +41,6 @@ def test_only_one_array_is_there_twice_while_layers_are_unstacked(unstacked):
     of_a_layer = [size for path, size in sizes.items() if path[:2] == ("layers", 0)]
     # The largest first: later ones fit where it was.
     expected = sorted((config.layers * size for size in of_a_layer), reverse=True)
-    assert [one.array for one in unstacked] == expected
+    assert [array for array, _ in unstacked] == expected
     # 1024 bytes for keys and counters.
-    assert max(one.live for one in unstacked) <= sum(sizes.values()) + expected[0] + 1024
+    assert max(live for _, live in unstacked) <= sum(sizes.values()) + expected[0] + 1024

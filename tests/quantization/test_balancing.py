@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from quantization_cases import TOKENS
 from small_model import QUICK, SMALL, filled
 
 from coat_jax import nn
@@ -24,7 +25,6 @@ from coat_jax.quantization.balancing import (
 from coat_jax.quantization.calibration import observe
 
 CONFIG = dataclasses.replace(SMALL, layers=2, qkv_bias=True, dtype=jnp.float32)
-TOKENS = np.random.default_rng(0).integers(0, SMALL.vocab, (2, 2, 16))
 
 
 def logits(model):
@@ -46,7 +46,6 @@ def arrays(model):
         ({"norm": "layer", "qkv_bias": False}, {"query", "gate"}, False),
         ({}, {"key_bias", "query_bias", "embed", "head"}, True),
     ],
-    ids=["bfloat16", "norms after", "norms without scale", "float32"],
 )
 def test_it_computes_the_same_numbers(changes, unchanged, scan):
     model = filled(dataclasses.replace(CONFIG, scan=scan, layers=1 + scan, **changes))
@@ -118,25 +117,17 @@ def test_it_does_not_depend_on_the_mesh():
         assert x.sharding.is_equivalent_to(arrays(model)[path].sharding, x.ndim), path
 
 
-def test_parameters_that_are_read_in_parts_are_balanced_alike():
+@pytest.mark.parametrize("scan", [True, False])
+def test_parameters_that_are_read_in_parts_are_balanced_alike(scan):
     model = filled(CONFIG)
-    values = {path: np.asarray(x) for path, x in arrays(model).items()}
-
-    def read(name):
-        layers, layer, *rest = name
-        return values[layers, *rest][layer]
-
-    factors = find_factors(CONFIG, read, observe(model, TOKENS))
-    parameters = {
-        path: lazy_arrays.LazyArray(
-            x.shape, x.dtype, tuple(-(-n // 2) for n in x.shape), x.__getitem__
-        )
-        for path, x in values.items()
-    }
-    parts = balance_parameters(parameters, factors)
-    for path, x in arrays(q.balance(model, TOKENS)).items():
-        for index in lazy_arrays.pieces(parts[path]):
-            np.testing.assert_array_equal(parts[path].read(index), np.asarray(x)[index])
+    parameters = lazy_arrays.parameters_of(model)
+    factors = find_factors(CONFIG, parameters, observe(model, TOKENS))
+    found = balance_parameters(lazy_arrays.arrange(parameters, scan=scan), factors)
+    wanted = lazy_arrays.arrange(lazy_arrays.parameters_of(q.balance(model, TOKENS)), scan=scan)
+    for path, one in found.items():
+        parts = one._replace(piece=tuple(-(-n // 2) for n in one.shape))
+        for index in lazy_arrays.pieces(parts):
+            np.testing.assert_array_equal(one.read(index), wanted[path].read(index))
 
 
 def test_what_cannot_be_balanced_is_refused():

@@ -6,21 +6,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quantization_cases import TOKENS
 from small_model import SMALL, filled
 
 from coat_jax import quantization as q
 from coat_jax.errors import UserError
 from coat_jax.numerics.eight_bits import LARGEST
 from coat_jax.numerics.quantizer import Quantizer, Range, sqnr_bits
-from coat_jax.quantization.calibration import input_noise, input_scale, on_host, statistics
+from coat_jax.quantization.calibration import input_noise, input_scale, statistics, to_host
 
 CONFIG = dataclasses.replace(SMALL, dtype=jnp.float32, scan=False)
-TOKENS = np.random.default_rng(0).integers(0, SMALL.vocab, (3, 2, 16))
 STATIC = q.Recipe(activations="static")
 
 
 def inputs_of(x):
-    return on_host(jax.jit(statistics)(x))
+    return to_host(jax.jit(statistics)(x))
 
 
 def samples(kind, shape=(500, 400)):
@@ -72,8 +72,8 @@ def test_the_noise_of_rounding_is_that_of_the_values(kind, activations):
 def test_batches_add_up():
     """Two batches are one of both; what is in a range does not depend on the order."""
     model = filled(CONFIG)
-    together = q.calibrate(model, [TOKENS[:2].reshape(4, 16)], STATIC)
-    apart = q.calibrate(model, iter(TOKENS[:2]), STATIC)
+    together = q.calibrate(model, [TOKENS.reshape(4, 16)], STATIC)
+    apart = q.calibrate(model, iter(TOKENS), STATIC)
     assert together.keys() == apart.keys()
     assert len(apart) == 7 * CONFIG.layers
     for path, one in together.items():
@@ -106,16 +106,14 @@ def test_it_sees_what_the_layers_get_but_for_those_that_are_left():
         ([], "calibration text is empty"),
         ([np.zeros((2, 0), np.int32)], "calibration text is empty"),
         ([np.full((1, 4), SMALL.vocab)], "token 256, outside"),
-        ([np.full((1, 4), -1)], "token -1, outside"),
         ([np.full((1, 4), 1 << 40)], "token 1099511627776, outside"),
-        ([np.zeros((1, SMALL.context + 1), np.int32)], r"65 tokens, .* context=64. Divide"),
+        ([np.zeros((1, SMALL.context + 1), np.int32)], "65 tokens is longer than context=64"),
+        ([np.zeros(4, np.int32)], r"\[batch, sequence\]"),
     ],
 )
 def test_texts_that_are_no_use(batches, named):
-    with pytest.raises(UserError, match=named):
+    with pytest.raises(ValueError, match=named):
         q.calibrate(filled(CONFIG), batches, STATIC)
-    with pytest.raises(ValueError, match=r"\[batch, sequence\]"):
-        q.calibrate(filled(CONFIG), [np.zeros(4, np.int32)], STATIC)
 
 
 def test_a_static_scale_is_never_so_small_that_it_counts_as_zero():

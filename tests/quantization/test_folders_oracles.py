@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quantization_cases import TOKENS, quantized
 from small_model import SMALL, filled
 
 from coat_jax import quantization as q
@@ -14,7 +15,6 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
 pytestmark = pytest.mark.oracle
 
-TOKENS = np.random.default_rng(0).integers(0, SMALL.vocab, (2, 3, 20))
 CONFIG = dataclasses.replace(SMALL, dtype=jnp.float32, scan=False, qkv_bias=True, ffn=130)
 
 
@@ -22,12 +22,6 @@ def logits_of(folder):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
         return model(torch.tensor(TOKENS[0])).logits.numpy()
-
-
-def quantized(**recipe):
-    model, recipe = filled(CONFIG), q.Recipe(**recipe)
-    ranges = q.calibrate(model, TOKENS, recipe) if recipe.calibrated else None
-    return q.quantize(model, recipe, ranges)
 
 
 def ours(small):
@@ -62,13 +56,17 @@ def test_with_rounded_activations_few_codes_differ(format, activations, tmp_path
     """Where sums in another order put a number on the other side of a tie. Of FP32's 2^24 numbers
     in a binade, few are as near to one of the 2^4 or 2^7 ties as sums differ, some 2^-20: so few
     codes that the distance is far below that of rounding itself."""
-    found, theirs, exact = both(tmp_path, quantized(format=format, activations=activations))
+    found, theirs, exact = both(
+        tmp_path, quantized(filled(CONFIG), format=format, activations=activations)
+    )
     assert distance(found, theirs) < 0.2 * distance(theirs, exact)
 
 
 def test_dynamic_int8_is_as_near_as_theirs(tmp_path):
     """compressed-tensors puts the largest number of a token on 127.5, where vLLM and we put it on
     127: all codes may differ, and their errors are alike."""
-    found, theirs, exact = both(tmp_path, quantized(format="int8", activations="dynamic"))
+    found, theirs, exact = both(
+        tmp_path, quantized(filled(CONFIG), format="int8", activations="dynamic")
+    )
     of_ours, of_theirs = distance(found, exact), distance(theirs, exact)
     assert 0.8 * of_theirs < of_ours < 1.25 * of_theirs

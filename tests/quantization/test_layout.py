@@ -1,12 +1,15 @@
 """Which scheme a quantization_config gives each projection, and patterns that are refused."""
 
 import itertools
+import re
+import subprocess
+import sys
 
 import pytest
 from small_model import SMALL
 
 from coat_jax.errors import UserError
-from coat_jax.quantization import Scheme, layout
+from coat_jax.quantization import Scheme, layout, patterns
 from coat_jax.quantization.projections import paths_of
 
 SCHEMES = {
@@ -58,26 +61,88 @@ def test_two_groups_that_name_a_module_alike_must_agree(kind):
         layout.from_json(said(groups), SMALL)
 
 
-@pytest.mark.parametrize("place", ["ignore", "targets"])
+# --- Patterns in others' files ---------------------------------------------------------------
+
+NAME = "model.layers.31.self_attn.q_proj"
+
+
 @pytest.mark.parametrize(
-    ("pattern", "named"),
+    ("place", "pattern", "named"),
     [
-        ("re:(.*.*)*X", r"'re:\(\.\*\.\*\)\*X'.* repeated .*names themselves"),
-        ("re:" + ".?" * 30 + "X", r"more than 4,000,000 ways, 're:\.\?"),
-        ("re:(", "missing \\)"),
+        ("targets", "re:(.*.*)*X", r"'re:\(\.\*\.\*\)\*X'.* repeated .*names themselves"),
+        ("ignore", "re:" + ".?" * 30 + "X", r"more than 4,000,000 ways, 're:\.\?"),
+        ("ignore", "re:(", "missing \\)"),
     ],
 )
 def test_a_pattern_that_could_hang_is_named_instead(place, pattern, named):
-    targets = ["Linear", pattern] if place == "targets" else ["Linear"]
-    ignore = [pattern] if place == "ignore" else []
-    groups = {"one": group(SCHEMES["name"], targets)}
+    targets, ignore = ["Linear"], []
+    (targets if place == "targets" else ignore).append(pattern)
     with pytest.raises(UserError, match=named):
-        layout.from_json(said(groups, ignore), SMALL)
+        layout.from_json(said({"one": group(SCHEMES["name"], targets)}, ignore), SMALL)
 
 
 def test_many_patterns_are_bounded_together():
     groups = {"one": group(SCHEMES["name"], ["Linear"])}
-    patterns = ["re:" + ".*" * 4 + "X" * number for number in range(20)]
-    layout.from_json(said(groups, patterns[1:3]), SMALL)
+    many = ["re:" + ".*" * 4 + "X" * number for number in range(20)]
+    layout.from_json(said(groups, many[1:3]), SMALL)
     with pytest.raises(UserError, match="more than 4,000,000 ways"):
-        layout.from_json(said(groups, patterns), SMALL)
+        layout.from_json(said(groups, many), SMALL)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r".*self_attn\.(q|k|v|o)_proj$",
+        r"^model\.layers\.(?:[1-9]|1[0-9])\..*",
+        r".*layers\.(" + "|".join(map(str, range(32))) + r")\..*\.(q|k|v|o)_proj.*",
+        r".*mlp(\.experts\.\d+)?\.(?P<which>gate|up)_proj",
+        r"(?!.*down).*\.[a-z]+_proj",
+        r"[^]*+(|]+?\(\|\*",
+        r"(?:layers){2}\{\d{1,2}",
+        r"a{}|b{x}",
+        r"(?i).*LM_HEAD",
+    ],
+)
+def test_usual_patterns_match_as_re_says(pattern):
+    found, ways = patterns.compile_bounded(pattern)
+    assert found == re.compile(pattern)
+    assert ways <= patterns.MOST_WAYS
+
+
+@pytest.mark.parametrize(
+    ("pattern", "named"),
+    [
+        ("(a+)+b", "group that is repeated"),
+        ("(?:a|a)*b", "group that is repeated"),
+        ("((a?)b){2,}c", "group that is repeated"),
+        (r"(a[)]+)+b", "group that is repeated"),
+        (r"(a\)+)+b", "group that is repeated"),
+        ("(?:){1000000000}", r"\{1000000000\} is more than 48 times"),
+        ("a{99999999999999999999}", "too large"),
+        ("(?x)(a #)\n+)+b", r"'\(\?x\)' begins a kind of group that is not read"),
+        ("(?#[)(a+)+b#]", r"'\(\?#\['"),
+        ("(" * 5000 + ")" * 5000, "recursion"),
+        ("[", "unterminated"),
+    ],
+)
+def test_patterns_that_might_not_end_are_refused(pattern, named):
+    with pytest.raises(ValueError, match=named):
+        patterns.compile_bounded(pattern)
+
+
+def test_what_is_not_refused_soon_ends():
+    """In another process, which can be stopped: `re` cannot."""
+    longest = []
+    for part in (".*", ".*?", ".?", "a?", "(.|.)", "(.*)?", "(|)"):
+        number = 1
+        while patterns.compile_bounded(part * (number + 1) + "X")[1] <= patterns.MOST_WAYS:
+            number += 1
+            assert number < 30
+        longest.append(part * number + "X")
+    program = f"import re; [re.match(pattern, {NAME!r}) for pattern in {longest!r}]"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_names_of_projections_are_as_short_as_the_bound_takes_them_to_be():
+    paths = [path.replace("layers.1.", "layers.99999.") for path in paths_of(SMALL)]
+    assert max(len(layout.module_of(path)) for path in paths) <= patterns.NAME

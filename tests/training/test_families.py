@@ -16,7 +16,7 @@ import coat_jax as coat
 from coat_jax.errors import UserError
 from coat_jax.models import Loss, ModelConfig
 from coat_jax.training import families
-from coat_jax.training.checkpoint import Checkpoints, weights
+from coat_jax.training.checkpoint import Checkpoints, conversion, weights
 from coat_jax.training.config import MeshConfig, OptimizerConfig
 from coat_jax.training.loop import train
 
@@ -149,6 +149,8 @@ def test_another_family_trains_resumes_and_is_evaluated_by_the_same_loop(tmp_pat
     assert last.counts[...].sum() == 10 * SMALL.global_batch_size  # by after_step
     with Checkpoints(tmp_path / "run/checkpoints") as checkpoints:
         assert checkpoints.steps() == [5, 10]
+    with pytest.raises(UserError, match="no Hugging Face format for models of the family 'digits'"):
+        conversion.convert(tmp_path / "run", tmp_path / "out")
 
 
 def records_of(folder):

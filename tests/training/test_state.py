@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from small_model import SMALL, filled
 from train_cases import mesh_of, small
 
@@ -53,7 +52,7 @@ def test_a_run_begins_from_a_folder_or_where_another_run_ended(folder, tmp_path)
     assert state.params["embed"][...].dtype == jnp.float32
     np.testing.assert_array_equal(state.params["embed"][...], embed.astype(jnp.bfloat16))
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.moments))
-    conversion.to_run(folder, tmp_path / "run")
+    conversion.convert(folder, tmp_path / "run")
     _, again = made(dataclasses.replace(CONFIG, init_from=str(tmp_path / "run")), (1, 1, 1))
     for a, b in zip(*map(jax.tree.leaves, (state, again)), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -62,15 +61,9 @@ def test_a_run_begins_from_a_folder_or_where_another_run_ended(folder, tmp_path)
 def test_layers_one_by_one_may_be_stacked_in_the_next_run(tmp_path):
     """Eleven of them: in a checkpoint the names of layers are sorted as text."""
     model = filled(dataclasses.replace(SMALL, layers=11, scan=False))
-    arrays = {
-        path: lazy_arrays.LazyArray(
-            leaf.shape, leaf.dtype, leaf.shape, np.asarray(leaf[...]).__getitem__
-        )
-        for path, leaf in nnx.to_flat_state(nnx.state(model))
-    }
-    weights.write(tmp_path, model.config, arrays)
-    layers = [name[1] for name in weights.read(tmp_path) if name[-1] == "down"]
-    assert layers == list(range(11))
+    weights.write(tmp_path, model.config, lazy_arrays.parameters_of(model))
+    found = weights.parameters_of(tmp_path, model.config)
+    assert [name[1] for name in found if name[-1] == "down"] == list(range(11))
     stacked = weights.load(tmp_path, dataclasses.replace(model.config, scan=True))
     for i in range(11):
         np.testing.assert_array_equal(

@@ -10,6 +10,16 @@
 safetensors; `weights` puts these together. A tokenizer is not part of a model.
 """
 
+from coat_jax.models.hf.config import ARCHITECTURES, architecture_in
 from coat_jax.models.hf.weights import FILE_BYTES, load, read, read_config, save, write
 
-__all__ = ["FILE_BYTES", "load", "read", "read_config", "save", "write"]
+__all__ = [
+    "ARCHITECTURES",
+    "FILE_BYTES",
+    "architecture_in",
+    "load",
+    "read",
+    "read_config",
+    "save",
+    "write",
+]

@@ -5,7 +5,7 @@ queries, keys and values, activations that `ACTIVATION_NAMES` lacks, dropout, la
 scalings of rotary positions other than linear and Llama 3.1's.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from coat_jax.validation import CountOrZero, annotations, brief, require
 Json = Mapping[str, Any]
 
 
-class Family(NamedTuple):
+class Architecture(NamedTuple):
     """An architecture of transformers: the settings that it implies, and its defaults."""
 
     model_type: str
@@ -29,15 +29,17 @@ class Family(NamedTuple):
 
 OLMO_EPS = 1e-5  # written into transformers' code
 
-FAMILIES = {
-    "LlamaForCausalLM": Family("llama", {}, {}),
-    "MistralForCausalLM": Family("mistral", {}, {"sliding_window": 4096, "num_key_value_heads": 8}),
-    "Qwen2ForCausalLM": Family("qwen2", {"qkv_bias": True}, {"num_key_value_heads": 32}),
-    "Qwen3ForCausalLM": Family(
+ARCHITECTURES = {
+    "LlamaForCausalLM": Architecture("llama", {}, {}),
+    "MistralForCausalLM": Architecture(
+        "mistral", {}, {"sliding_window": 4096, "num_key_value_heads": 8}
+    ),
+    "Qwen2ForCausalLM": Architecture("qwen2", {"qkv_bias": True}, {"num_key_value_heads": 32}),
+    "Qwen3ForCausalLM": Architecture(
         "qwen3", {"qk_norm": "head"}, {"head_dim": 128, "num_key_value_heads": 32}
     ),
-    "OlmoForCausalLM": Family("olmo", {"norm": "layer", "norm_eps": OLMO_EPS}, {}),
-    "Olmo2ForCausalLM": Family(
+    "OlmoForCausalLM": Architecture("olmo", {"norm": "layer", "norm_eps": OLMO_EPS}, {}),
+    "Olmo2ForCausalLM": Architecture(
         "olmo2", {"norms": "after", "qk_norm": "all"}, {"rms_norm_eps": 1e-5}
     ),
 }
@@ -71,7 +73,8 @@ REQUIRED = {
     "partial_rotary_factor": (1, None),
 }
 WINDOWED = ("mistral", "qwen2", "qwen3")
-FULL, SLIDING = "full_attention", "sliding_attention"
+SLIDING = "sliding_attention"
+LAYER_TYPES = ("full_attention", SLIDING)
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -80,7 +83,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def from_json(data: Json) -> Config:
     """The Config of a config.json; it computes in the dtype of the stored weights, not in FP8."""
-    family = _family(data)
+    architecture = ARCHITECTURES[architecture_in(data, ARCHITECTURES)]
     for name, allowed in REQUIRED.items():
         if data.get(name) not in allowed:
             raise UserError(
@@ -88,55 +91,51 @@ def from_json(data: Json) -> Config:
                 f"can only be {' or '.join(repr(value) for value in allowed)}."
             )
     lacks_key_heads = "num_key_value_heads" not in data
-    data = {**family.defaults, **data}
+    data = {**architecture.defaults, **data}
     if missing := [name for name in SIZES.values() if name not in data]:
-        raise UserError(f"config.json of {family.model_type} lacks {', '.join(missing)}.")
-    for ours, theirs in SIZES.items():
-        _require(Config, ours, theirs, data[theirs])
-    sizes = {ours: data[theirs] for ours, theirs in SIZES.items()}
-    heads, width = sizes["heads"], sizes["width"]
+        raise UserError(f"config.json of {architecture.model_type} lacks {', '.join(missing)}.")
+    sizes = {ours: _read(Config, ours, theirs, data[theirs]) for ours, theirs in SIZES.items()}
+    optional = {
+        "kv_heads": ("num_key_value_heads", sizes["heads"]),
+        "head_dim": ("head_dim", sizes["width"] // sizes["heads"]),
+        "norm_eps": ("rms_norm_eps", 1e-6),
+        "tied": ("tie_word_embeddings", False),
+    }
+    for ours, (theirs, default) in optional.items():
+        value = data.get(theirs)
+        sizes[ours] = _read(Config, ours, theirs, default if value is None else value)
+    if lacks_key_heads and sizes["heads"] % sizes["kv_heads"]:
+        raise UserError(
+            f"config.json lacks num_key_value_heads, which means {sizes['kv_heads']} in "
+            f"{architecture.model_type}, and num_attention_heads={sizes['heads']} is no multiple "
+            "of that: add it."
+        )
     fields = {
         **sizes,
-        "kv_heads": _optional(data, "kv_heads", "num_key_value_heads", heads),
-        "head_dim": _optional(data, "head_dim", "head_dim", width // heads),
-        "norm_eps": _optional(data, "norm_eps", "rms_norm_eps", 1e-6),
         "activation": ACTIVATION_NAMES[data.get("hidden_act") or "silu"],
         "rotary": _rotary(data),
-        "window": _window(data, family, sizes["layers"]),
-        "tied": _optional(data, "tied", "tie_word_embeddings", False),
+        "window": _window(data, architecture.model_type, sizes["layers"]),
         "precision": BF16,
+        "param_dtype": _dtype(data),
+        "dtype": _dtype(data),
     }
-    if lacks_key_heads and heads % fields["kv_heads"]:
-        raise UserError(
-            f"config.json lacks num_key_value_heads, which means {fields['kv_heads']} in "
-            f"{family.model_type}, and num_attention_heads={heads} is no multiple of that: add it."
-        )
-    stored = {"param_dtype": _dtype(data), "dtype": _dtype(data)}
-    return Config(**{**fields, **stored, **family.fixed})
+    return Config(**{**fields, **architecture.fixed})
 
 
-def _family(data: Json) -> Family:
-    """What kind of model it is."""
+def architecture_in(data: Json, known: Collection[str]) -> str:
+    """The architecture that a config.json names; raises unless it is a known one."""
     names = data.get("architectures") or ["none"]
     name = names[0] if isinstance(names, list) else names
-    if not isinstance(name, str) or name not in FAMILIES:
+    if not isinstance(name, str) or name not in known:
         raise UserError(
-            f"config.json names the architecture {brief(name)}. There are {', '.join(FAMILIES)}."
+            f"config.json names the architecture {brief(name)}. There are {', '.join(known)}."
         )
-    return FAMILIES[name]
+    return name
 
 
-def _require(kind: type, ours: str, theirs: str, value: Any) -> None:
-    """Raises unless a value of config.json is valid for the field of Config."""
-    require(f"config.json: {theirs}", value, annotations(kind)[ours])
-
-
-def _optional(data: Json, ours: str, theirs: str, default: Any) -> Any:
-    """The value of a field in config.json; the default if it is missing or null."""
-    value = data.get(theirs)
-    value = default if value is None else value
-    _require(Config, ours, theirs, value)
-    return value
+def _read(kind: type, ours: str, theirs: str, value: Any) -> Any:
+    """A value of config.json; raises unless it is valid for the field of `kind`."""
+    return require(f"config.json: {theirs}", value, annotations(kind)[ours])
 
 
 def _dtype(data: Json) -> Any:
@@ -153,10 +152,16 @@ def _dtype(data: Json) -> Any:
 
 def _rotary(data: Json) -> Rotary:
     """From rope_theta and rope_scaling, or from rope_parameters, which since 2025 holds both."""
-    older, recent = (_object(data, name) for name in ("rope_scaling", "rope_parameters"))
-    rope = older or recent
-    theta = rope.get("rope_theta", data.get("rope_theta", 10000.0))
-    _require(Rotary, "theta", "rope_theta", theta)
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(data.get(name), Mapping | None):
+            raise UserError(
+                f"config.json scales rotary positions by {brief(data[name])}: {name} must be an "
+                "object, or null for no scaling."
+            )
+    rope = data.get("rope_scaling") or data.get("rope_parameters") or {}
+    theta = _read(
+        Rotary, "theta", "rope_theta", rope.get("rope_theta", data.get("rope_theta", 1e4))
+    )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if any(isinstance(value, dict) for value in rope.values()):
         raise UserError(
@@ -168,99 +173,67 @@ def _rotary(data: Json) -> Rotary:
             f"config.json has partial_rotary_factor={brief(rope['partial_rotary_factor'])}, and "
             "coat_jax rotates whole heads."
         )
-    if kind == "default":
-        return Rotary(float(theta))
+    if kind not in ("default", "linear", "llama3"):
+        raise UserError(
+            f"config.json scales rotary positions by {brief(kind)}, and coat_jax has default, "
+            "linear and llama3."
+        )
+
+    def factor(name: str) -> float:
+        if name not in rope:
+            raise UserError(f"config.json: rope_scaling lacks {name}.")
+        return float(_read(Llama3Scaling, name, f"rope_scaling.{name}", rope[name]))
+
+    scaling: float | Llama3Scaling | None = None
     if kind == "linear":
-        return Rotary(float(theta), _scaling_factor(rope, "factor"))
-    if kind == "llama3":
+        scaling = factor("factor")
+    elif kind == "llama3":
         name = "original_max_position_embeddings"  # transformers reads it outside of rope first
         outside = data.get(name)
         inside = rope.get(name, data["max_position_embeddings"])
         context = inside if outside is None else outside
-        _require(Llama3Scaling, "original_context", name, context)
         scaling = Llama3Scaling(
-            factor=_scaling_factor(rope, "factor"),
-            low_freq_factor=_scaling_factor(rope, "low_freq_factor"),
-            high_freq_factor=_scaling_factor(rope, "high_freq_factor"),
-            original_context=context,
+            **{part: factor(part) for part in ("factor", "low_freq_factor", "high_freq_factor")},
+            original_context=_read(Llama3Scaling, "original_context", name, context),
         )
-        return Rotary(float(theta), scaling)
-    raise UserError(
-        f"config.json scales rotary positions by {brief(kind)}, and coat_jax has default, linear "
-        "and llama3."
-    )
+    return Rotary(float(theta), scaling)
 
 
-def _object(data: Json, name: str) -> Json:
-    """An object in config.json that scales rotary positions; empty if it is missing or null."""
-    value = data.get(name)
-    if value is not None and not isinstance(value, Mapping):
-        raise UserError(
-            f"config.json scales rotary positions by {brief(value)}: {name} must be an object, or "
-            "null for no scaling."
-        )
-    return value or {}
-
-
-def _scaling_factor(rope: Json, name: str) -> float:
-    if name not in rope:
-        raise UserError(f"config.json: rope_scaling lacks {name}.")
-    _require(Llama3Scaling, name, f"rope_scaling.{name}", rope[name])
-    return float(rope[name])
-
-
-def _window(data: Json, family: Family, layers: int) -> int | None:
+def _window(data: Json, model_type: str, layers: int) -> int | None:
     """The sliding window that all layers have, or None where none has one."""
-    if family.model_type not in WINDOWED:
+    if model_type not in WINDOWED:
         return None
-    window = data.get("sliding_window")
-    _require(Config, "window", "sliding_window", window)
-    mistral = family.model_type == "mistral"
-    if not mistral:
+    window = _read(Config, "window", "sliding_window", data.get("sliding_window"))
+    is_mistral, kinds = model_type == "mistral", data.get("layer_types")
+    if not is_mistral:
         used = data.get("use_sliding_window")
         used = require("config.json: use_sliding_window", False if used is None else used, bool)
         window = window if used else None
-    kinds = _layer_types(data, window, layers, mistral=mistral)
-    windowed = kinds.count(SLIDING)
-    if mistral and data.get("layer_types") is not None and windowed != (layers if window else 0):
-        # transformers ignores the layers' types in this architecture, so one of the two is wrong.
-        raise UserError(
-            f"config.json: layer_types gives a window to {windowed} of {layers} layers, but in "
-            f"Mistral sliding_window={window} is that of all layers. Remove layer_types, or name "
-            "the architecture of the model."
-        )
-    if windowed not in (0, layers):
-        raise UserError(
-            f"config.json gives a window of {window} to {windowed} of {layers} layers. All layers "
-            "of a Config have the same."
-        )
-    if windowed and window is None:
-        raise UserError(
-            "config.json: layer_types names sliding_attention, and no sliding_window is in use. "
-            "Set sliding_window and use_sliding_window, or remove layer_types."
-        )
-    return window if windowed else None
-
-
-def _layer_types(data: Json, window: int | None, layers: int, *, mistral: bool) -> list[str]:
-    """The kind of attention of each layer."""
-    kinds = data.get("layer_types")
     if kinds is None:
         # In Qwen this many of the first layers have full attention.
-        first = 0 if mistral else data.get("max_window_layers", 28)
-        require("config.json: max_window_layers", first, CountOrZero)
-        if window is None:
-            first = layers
-        return [FULL if i < first else SLIDING for i in range(layers)]
-    if not isinstance(kinds, list) or any(kind not in (FULL, SLIDING) for kind in kinds):
+        first = 0 if is_mistral else data.get("max_window_layers", 28)
+        first = require("config.json: max_window_layers", first, CountOrZero)
+        windowed = 0 if window is None else max(layers - first, 0)
+    elif isinstance(kinds, list) and all(kind in LAYER_TYPES for kind in kinds):
+        windowed = kinds.count(SLIDING)
+    else:
         raise UserError(
-            f"config.json: layer_types={brief(kinds)} must be a list of {FULL} and {SLIDING}."
+            f"config.json: layer_types={brief(kinds)} must be a list of "
+            f"{' and '.join(LAYER_TYPES)}."
         )
-    if len(kinds) != layers:
+    if kinds is not None and len(kinds) != layers:
         raise UserError(
             f"config.json: layer_types names {len(kinds)} layers, and num_hidden_layers={layers}."
         )
-    return kinds
+    # In Mistral transformers ignores layer_types: sliding_window is that of all layers.
+    possible = (layers if window else 0,) if is_mistral else (0, layers) if window else (0,)
+    if windowed not in possible:
+        raise UserError(
+            f"config.json gives a window of {window} to {windowed} of {layers} layers, and all "
+            f"layers of a {model_type} here have the same window or none: correct sliding_window, "
+            "use_sliding_window or layer_types."
+        )
+    return window if windowed else None
 
 
 # --- To config.json --------------------------------------------------------------------------
@@ -270,17 +243,17 @@ def architecture_of(config: Config) -> str:
     """The architecture of transformers that computes what `config` says."""
     structure = {name: getattr(config, name) for name in STRUCTURE}
     default = {"norm": "rms", "norms": "before", "qkv_bias": False, "qk_norm": None}
-    for name, family in FAMILIES.items():
-        fixed = {key: value for key, value in family.fixed.items() if key in STRUCTURE}
-        windows = config.window is None or family.model_type in WINDOWED
-        eps = family.fixed.get("norm_eps", config.norm_eps)
+    for name, (model_type, fixed, _) in ARCHITECTURES.items():
+        own = {**default, **{key: value for key, value in fixed.items() if key in STRUCTURE}}
+        windows = config.window is None or model_type in WINDOWED
+        eps = fixed.get("norm_eps", config.norm_eps)
         # transformers refuses other widths in a Llama. Mistral without a window computes the same.
-        width = family.model_type != "llama" or config.width % config.heads == 0
-        if windows and width and structure == {**default, **fixed} and config.norm_eps == eps:
+        width = model_type != "llama" or config.width % config.heads == 0
+        if windows and width and structure == own and config.norm_eps == eps:
             return name
     given = {**structure, "window": config.window, "norm_eps": config.norm_eps}
     raise UserError(
-        f"No architecture of transformers computes {given}. There are {', '.join(FAMILIES)}; "
+        f"No architecture of transformers computes {given}. There are {', '.join(ARCHITECTURES)}; "
         f"OLMo has norm_eps={OLMO_EPS}, and Mistral and Qwen alone have windows."
     )
 
@@ -288,14 +261,14 @@ def architecture_of(config: Config) -> str:
 def to_json(config: Config, dtype: Any) -> dict[str, Any]:
     """The config.json of a model whose weights are stored as `dtype`."""
     architecture = architecture_of(config)
-    family = FAMILIES[architecture]
+    model_type = ARCHITECTURES[architecture].model_type
     named = [theirs for theirs, ours in ACTIVATION_NAMES.items() if ours == config.activation]
     if not named:
         raise UserError(
             f"transformers cannot compute activation={brief(config.activation)}: a model to be "
             f"exported has one of {', '.join(dict.fromkeys(ACTIVATION_NAMES.values()))}."
         )
-    data: dict[str, Any] = {"architectures": [architecture], "model_type": family.model_type}
+    data: dict[str, Any] = {"architectures": [architecture], "model_type": model_type}
     data |= {theirs: getattr(config, ours) for ours, theirs in SIZES.items()}
     data |= {
         "num_key_value_heads": config.kv_heads,
@@ -314,9 +287,9 @@ def to_json(config: Config, dtype: Any) -> dict[str, Any]:
     }
     if config.norm == "rms":
         data["rms_norm_eps"] = config.norm_eps
-    if family.model_type in WINDOWED:
+    if model_type in WINDOWED:
         data["sliding_window"] = config.window
-    if family.model_type in ("qwen2", "qwen3"):
+    if model_type in ("qwen2", "qwen3"):
         data |= {"use_sliding_window": config.window is not None, "max_window_layers": 0}
     return data
 

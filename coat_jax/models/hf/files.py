@@ -63,35 +63,30 @@ class Tensors:
         """The names of all tensors."""
         return set(self._file_of)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
+    def spec(self, name: str) -> Spec:
+        """The shape and the dtype of a tensor; raises unless the dtype is one that is read."""
         with self._slice(name) as tensor:
-            return tuple(tensor.get_shape())
-
-    def dtype(self, name: str) -> str:
-        """The dtype of a tensor, as NumPy calls it; raises unless it is one that is read."""
-        with self._slice(name) as tensor:
-            return self._known(name, tensor)
+            return tuple(tensor.get_shape()), jnp.dtype(self._dtype_of(name, tensor))
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """A part of a tensor. The first read from a file checks it, where there is a manifest."""
         self._check(self._file_of[name])
         with self._slice(name) as tensor:
-            if self._known(name, tensor) != CODES[FP8]:
+            if self._dtype_of(name, tensor) != CODES[FP8]:
                 return tensor[index]
         # safetensors supports only NumPy's own dtypes, which have no FP8.
-        return np.array(_mapped(self.folder / self._file_of[name], name)[index])
+        return np.array(_map(self.folder / self._file_of[name], name)[index])
 
     @contextlib.contextmanager
     def _slice(self, name: str) -> Iterator[Any]:
         """A tensor, to be read while its file is open."""
         file = self._file_of[name]
-        with _opened(self.folder / file) as handle:
+        with _open(self.folder / file) as handle:
             if name not in handle.keys():  # noqa: SIM118 (it is no mapping)
                 raise UserError(f"{INDEX} says that {name} is in {file}, which has no such tensor.")
             yield handle.get_slice(name)
 
-    def _known(self, name: str, tensor: Any) -> str:
+    def _dtype_of(self, name: str, tensor: Any) -> str:
         dtype = tensor.get_dtype()
         if dtype not in self._kinds:
             raise UserError(
@@ -102,7 +97,7 @@ class Tensors:
         return self._kinds[dtype]
 
 
-def _opened(path: Path) -> Any:
+def _open(path: Path) -> Any:
     require_regular(path)
     try:
         return safe_open(path, framework="numpy")
@@ -110,7 +105,7 @@ def _opened(path: Path) -> Any:
         raise UserError(f"{path} is damaged or truncated: {error}. Copy it here again.") from None
 
 
-def _mapped(path: Path, name: str) -> np.ndarray:
+def _map(path: Path, name: str) -> np.ndarray:
     """A tensor in FP8, mapped into memory. The file has been opened, so its header is sound."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
@@ -138,7 +133,7 @@ def _index(folder: Path) -> dict[str, str]:
                 raise MissingFile(f"{INDEX} names the file {file!r}, not in {folder}.")
         return file_of
     if os.path.lexists(folder / WHOLE):
-        with _opened(folder / WHOLE) as handle:
+        with _open(folder / WHOLE) as handle:
             return dict.fromkeys(handle.keys(), WHOLE)
     there = sorted(path.name for path in folder.iterdir())[:8]
     raise MissingFile(

@@ -1,15 +1,13 @@
-"""Which tensors of a Hugging Face folder a parameter is made of: their names and shapes.
+"""Names of parameters, and of the tensors in a Hugging Face folder that they are made of.
 
 A weight is [outputs, inputs] in the files and [inputs, outputs] here; with `Config.scan` a
 parameter is the tensors of all layers, stacked.
 """
 
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from coat_jax.models.config import Config
-from coat_jax.models.lazy_arrays import Index, Name
+from coat_jax.models.lazy_arrays import Name
 
 OUTSIDE: dict[Name, str] = {
     ("embed",): "model.embed_tokens.weight",
@@ -37,46 +35,18 @@ IN_LAYER: dict[Name, str] = {
 HEAD, EMBEDDING = OUTSIDE[("head",)], OUTSIDE[("embed",)]
 
 
-class Source(NamedTuple):
-    """Where a parameter comes from: one tensor, or one per layer, stacked."""
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]  # of the parameter
-    stacked: bool
-    transposed: bool
-
-    @property
-    def file_shape(self) -> tuple[int, ...]:
-        """The shape of each tensor in the files."""
-        own = self.shape[1:] if self.stacked else self.shape
-        return own[::-1] if self.transposed else own
-
-    def stack(self, values: np.ndarray) -> np.ndarray:
-        """A part of the parameter, with an axis over tensors."""
-        return values if self.stacked else values[None]
+def tensors_of(path: Name, config: Config) -> list[str]:
+    """The tensors of a parameter: one, or one for each layer if it is stacked."""
+    if path[0] != config.STACK:
+        return [OUTSIDE[path]]
+    is_one = isinstance(path[1], int)
+    layers, name = (path[1:2], path[2:]) if is_one else (range(config.layers), path[1:])
+    return [f"model.layers.{layer}.{IN_LAYER[name]}" for layer in layers]
 
 
-def source_of(path: Name, shape: tuple[int, ...], config: Config) -> Source:
-    """The tensors of one parameter of a model."""
-    if path[0] != "layers":
-        return Source((OUTSIDE[path],), shape, False, path == ("head",))
-    if config.scan:
-        name = IN_LAYER[path[1:]]
-        names = tuple(f"model.layers.{i}.{name}" for i in range(config.layers))
-        return Source(names, shape, True, len(shape) == 3)
-    name = f"model.layers.{path[1]}.{IN_LAYER[path[2:]]}"
-    return Source((name,), shape, False, len(shape) == 2)
-
-
-def split(source: Source, index: Index) -> tuple[slice, Index]:
-    """Which tensors a part of a parameter is in, and its index in each, before transposition."""
-    return (index[0], index[1:]) if source.stacked else (slice(None), index)
-
-
-def layer_of(tensor: str) -> str | None:
-    """The number of the layer that a tensor is in, as its name says it; None outside of layers."""
-    parts = tensor.split(".")
-    return parts[2] if parts[:2] == ["model", "layers"] and len(parts) > 3 else None
+def is_transposed(tensor: str) -> bool:
+    """Whether a tensor is a weight, [outputs, inputs]; the parameter is [inputs, outputs]."""
+    return tensor == HEAD or tensor.endswith("_proj.weight")
 
 
 def file_order(tensor: tuple[str, Any]) -> tuple[int, str]:

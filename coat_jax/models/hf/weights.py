@@ -8,9 +8,7 @@ in memory: see `coat_jax.models.lazy_arrays`. Tokenizers are left out.
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -24,20 +22,11 @@ from coat_jax.models.config import Config
 from coat_jax.models.creation import abstract
 from coat_jax.models.hf.config import Json, from_json, to_json
 from coat_jax.models.hf.files import NewTensors, Tensors, read_config_json
-from coat_jax.models.hf.names import (
-    EMBEDDING,
-    HEAD,
-    Source,
-    file_order,
-    layer_of,
-    source_of,
-    split,
-)
+from coat_jax.models.hf.names import EMBEDDING, HEAD, file_order, is_transposed, tensors_of
 from coat_jax.models.lazy_arrays import Index, LazyArray, Name, Parameters
 from coat_jax.models.llama import Llama
 from coat_jax.models.protocol import require_capability
 from coat_jax.nn import MeshAxes
-from coat_jax.printable import amount
 
 FILE_BYTES = 5 * 10**9
 
@@ -78,26 +67,28 @@ def save(
         file_bytes: how large a file may become.
     """
     require_capability("hf.save(folder, model)", model, "layers", "head_weight")
-    parameters = {
-        path: _on_devices(path, leaf[...], model.config)
-        for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))
-    }
+    parameters = lazy_arrays.parameters_of(model)
     write(folder, model.config, parameters, dtype=dtype, extra=extra, file_bytes=file_bytes)
 
 
 def read(folder: str | Path, config: Config) -> dict[Name, LazyArray]:
-    """The parameters in a folder, to be read in parts.
+    """The parameters in a folder, to be read in parts, those of all layers stacked.
 
     Args:
         folder: with safetensors files.
         config: the model that they belong to.
     """
     tensors = Tensors(expand_user(folder))
-    require_layers(tensors, config)
-    _, state = abstract(dataclasses.replace(config, axes=MeshAxes()))
-    sources = {path: source_of(path, leaf.shape, config) for path, leaf in nnx.to_flat_state(state)}
-    require_names({name for source in sources.values() for name in source.names}, tensors, config)
-    return {path: _in_files(source, tensors) for path, source in sources.items()}
+    config = dataclasses.replace(config, scan=True, axes=MeshAxes())
+    _, state = abstract(config)
+    names = {path: tensors_of(path, config) for path, _ in nnx.to_flat_state(state)}
+    require_names({name for of_path in names.values() for name in of_path}, tensors, config)
+    found = {}
+    for path, leaf in nnx.to_flat_state(state):
+        is_stacked = config.STACK in path
+        ones = [_in_file(tensors, name, leaf.shape[is_stacked:]) for name in names[path]]
+        found[path] = lazy_arrays.stack_of(ones) if is_stacked else ones[0]
+    return found
 
 
 def write(
@@ -124,75 +115,42 @@ def write(
     folder, kind = expand_user(folder), jnp.dtype(config.param_dtype if dtype is None else dtype)
     data = {**to_json(config, kind), **(extra or {})}
     lazy_arrays.require_same(config, parameters)
-    sources = {path: source_of(path, one.shape, config) for path, one in parameters.items()}
-    specs = {
-        name: (source.file_shape, kind) for source in sources.values() for name in source.names
-    }
+    parameters = lazy_arrays.arrange(parameters, scan=True)
+    specs = {}
+    for path, one in parameters.items():
+        shape = one.shape[config.STACK in path :]
+        for name in tensors_of(path, config):
+            specs[name] = shape[::-1] if is_transposed(name) else shape, kind
     folder.mkdir(parents=True, exist_ok=True)
     new = NewTensors(folder, dict(sorted(specs.items(), key=file_order)), file_bytes)
     for path, one in parameters.items():
-        source = sources[path]
+        names = tensors_of(path, config)
         for index in lazy_arrays.pieces(one):
             values = one.read(index)
-            layers, inner = split(source, index)
-            in_file = inner[::-1] if source.transposed else inner
-            for name, layer in zip(source.names[layers], source.stack(values), strict=True):
-                new.write(name, in_file, layer.T if source.transposed else layer)
+            layers, inside = [(names[0], values)], index
+            if config.STACK in path:
+                layers, inside = [*zip(names[index[0]], values, strict=True)], index[1:]
+            for name, layer in layers:
+                if is_transposed(name):
+                    new.write(name, inside[::-1], layer.T)
+                else:
+                    new.write(name, inside, layer)
             progress(values.nbytes)
     new.finish(data)
 
 
-def _in_files(source: Source, tensors: Tensors) -> LazyArray:
-    """A parameter in a folder; raises where a tensor has another shape or is not a float."""
-    for name in source.names:
-        if tensors.shape(name) != source.file_shape:
-            raise UserError(
-                f"{name} in {tensors.folder} is {tensors.shape(name)}, and the Config says "
-                f"{source.file_shape}."
-            )
-    dtype = np.result_type(*{jnp.dtype(tensors.dtype(name)) for name in source.names})
+def _in_file(tensors: Tensors, name: str, shape: tuple[int, ...]) -> LazyArray:
+    """A parameter of one layer; raises where its tensor has another shape or is not a float."""
+    is_turned = is_transposed(name)
+    expected, (found, dtype) = shape[::-1] if is_turned else shape, tensors.spec(name)
+    if found != expected:
+        raise UserError(f"{name} in {tensors.folder} is {found}, and the Config says {expected}.")
 
     def read(index: Index) -> np.ndarray:
-        layers, inner = split(source, index)
-        in_file = inner[::-1] if source.transposed else inner
-        names = source.names[layers]
-        values: Any = None
-        for i, name in enumerate(names):
-            tensor = tensors.read(name, in_file)
-            tensor = tensor.T if source.transposed else tensor
-            if values is None:
-                values = np.empty((len(names), *tensor.shape), dtype)
-            values[i] = tensor
-        part: np.ndarray = values if source.stacked else values[0]
-        return part
+        return tensors.read(name, index[::-1]).T if is_turned else tensors.read(name, index)
 
-    piece = lazy_arrays.piece_of(source.shape, dtype.itemsize, stacked=source.stacked)
-    return LazyArray(source.shape, dtype, piece, read)
-
-
-def _on_devices(path: Name, value: jax.Array, config: Config) -> LazyArray:
-    if not value.is_fully_addressable:
-        raise UserError(
-            f"{'.'.join(map(str, path))} is spread over several hosts. Save a checkpoint with "
-            "orbax, and convert that on one host."
-        )
-    stacked = path[0] == "layers" and config.scan
-    piece = lazy_arrays.piece_of(value.shape, value.dtype.itemsize, stacked=stacked)
-    return LazyArray(value.shape, value.dtype, piece, lambda index: np.asarray(value[index]))
-
-
-def require_layers(tensors: Tensors, config: Config) -> None:
-    """Raises unless the folder has as many layers as the model.
-
-    Called before a model is built, which takes long if the config claims thousands of layers.
-    """
-    numbers = map(layer_of, tensors.names())
-    there = len({number for number in numbers if number is not None})
-    if there != config.layers:
-        raise UserError(
-            f"{tensors.folder} has the tensors of {amount(there, 'layer')}, and its config.json "
-            f"or the Config describes a model of {config.layers:,}."
-        )
+    piece = lazy_arrays.piece_of(shape, dtype.itemsize, stacked=False)
+    return LazyArray(shape, dtype, piece, read)
 
 
 def require_names(needed: set[str], tensors: Tensors, config: Config) -> None:

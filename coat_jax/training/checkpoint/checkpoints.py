@@ -45,13 +45,7 @@ STATE = "state"
 
 
 class Restored(NamedTuple):
-    """The result of `restore`.
-
-    Attributes:
-        step: of the checkpoint that was used.
-        state: the arrays, with the structure and shardings that were asked for.
-        extra: what was saved beside the state.
-    """
+    """A checkpoint that was restored: its step, the arrays, and what was saved beside them."""
 
     step: int
     state: Any
@@ -123,7 +117,7 @@ class Checkpoints:
             with write_failures(self.folder, _name(step), size):
                 run_on_main(lambda: self._prepare(step, size))
                 # In the background, while steps go on and overwrite what is in host memory.
-                self._orbax.save(self._folders.unfinished(step) / STATE, storable(state))
+                self._orbax.save(self._folders.temporary(step) / STATE, storable(state))
             self._writing = step, self._background.submit(self._complete, step, record, size)
         if wait:
             self.wait()
@@ -148,7 +142,7 @@ class Checkpoints:
             chosen = step
         elif chosen is None:
             chosen = run_on_main(lambda: self._folders.newest_intact(self._note))
-        state = read_state(self._folders.finished(chosen) / STATE, like)
+        state = read_state(self._folders.folder(chosen) / STATE, like)
         self._current = chosen
         return Restored(chosen, state, run_on_main(lambda: self._folders.record(chosen)["extra"]))
 
@@ -164,26 +158,13 @@ class Checkpoints:
             raise UserError(f"The state of this run cannot be saved. {error}") from error
         if self.steps():
             self._checked = run_on_main(lambda: self._folders.newest_intact(self._note))
-            require_stored_like(self._folders.finished(self._checked) / STATE, like)
+            require_stored_like(self._folders.folder(self._checked) / STATE, like)
         return self._checked
-
-    def prune(self) -> None:
-        """Removes what is not worth keeping, as `save` does.
-
-        A run that was killed between saving and removing leaves one checkpoint too many.
-        """
-        self.wait()
-        if (newest := self._current) is not None:
-            run_on_main(lambda: self._prune(newest))
 
     def steps(self) -> list[int]:
         """The steps that were saved completely, oldest first, without a check for damage."""
         self.wait()
         return run_on_main(self._folders.steps)
-
-    def latest(self) -> int | None:
-        """The newest of `steps()`."""
-        return max(self.steps(), default=None)
 
     def wait(self) -> None:
         """Returns when the last save is complete; raises what went wrong in it."""
@@ -228,11 +209,11 @@ class Checkpoints:
         for path in self._folders.clear():
             self._note(f"{path} could not be removed. Remove it by hand.")
         require_space(self.folder, _name(step), size)
-        self._folders.unfinished(step).mkdir()
+        self._folders.temporary(step).mkdir()
 
     def _complete(self, step: int, record: str, size: int) -> None:
         """In the background: waits for the arrays, then completes the checkpoint."""
-        folder = self._folders.unfinished(step)
+        folder = self._folders.temporary(step)
         with write_failures(self.folder, _name(step), size):
             try:
                 self._orbax.wait_until_finished()  # for all processes
@@ -245,27 +226,22 @@ class Checkpoints:
                 if is_main():
                     shutil.rmtree(folder, ignore_errors=True)
                 raise
-        self._prune(step)
+        self._prune()
 
-    def _prune(self, newest: int) -> None:
-        """On the first process: removes what is not worth keeping up to this step.
-
-        Later ones are damaged or of an abandoned branch, and must not displace intact ones.
-        """
-        losses: dict[int, float | None] = {}
-        for step in self._folders.steps():
-            if step <= newest:
-                losses[step] = None  # of a damaged one, too: it is never one of the best
-                with contextlib.suppress(DamagedCheckpoint):
-                    losses[step] = self._folders.record(step).get("loss")
-        for step in losses.keys() - worth_keeping(losses, self._keep, self._keep_best):
+    def _prune(self) -> None:
+        """On the first process: removes what is not worth keeping; nothing damaged is the best."""
+        losses: dict[int, float | None] = dict.fromkeys(self._folders.steps())
+        for step in losses:
+            with contextlib.suppress(DamagedCheckpoint):
+                losses[step] = self._folders.record(step).get("loss")
+        for step in losses.keys() - steps_to_keep(losses, self._keep, self._keep_best):
             try:
                 self._folders.remove(step)
             except OSError as error:
                 self._note(f"{_name(step)} could not be removed: {error}")
 
 
-def worth_keeping(losses: Mapping[int, float | None], keep: int, keep_best: int) -> set[int]:
+def steps_to_keep(losses: Mapping[int, float | None], keep: int, keep_best: int) -> set[int]:
     """The newest `keep` steps, and the `keep_best` with the lowest loss (in a tie, the newer)."""
     known = [(loss, -step) for step, loss in losses.items() if loss is not None]
     best = sorted(pair for pair in known if math.isfinite(pair[0]))[:keep_best]

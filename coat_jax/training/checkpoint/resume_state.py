@@ -1,4 +1,4 @@
-"""What a checkpoint stores besides the state of the training step, for the run that resumes."""
+"""The state of a run besides that of its training step: a checkpoint stores it, too."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType

@@ -22,8 +22,7 @@ from typing import Any
 
 from coat_jax import manifest
 from coat_jax.errors import UserError
-from coat_jax.files import require_utf8
-from coat_jax.manifest import DamagedCheckpoint, damaged
+from coat_jax.manifest import DamagedCheckpoint, raise_damaged
 from coat_jax.writing import UNFINISHED, flush
 
 RECORD = "record.json"
@@ -34,7 +33,11 @@ class StepFolders:
     """The folders in `root`, which is made when the first of them is begun."""
 
     def __init__(self, root: Path):
-        require_utf8(root.absolute(), "checkpoints")
+        if any(0xD800 <= ord(character) < 0xE000 for character in str(root.absolute())):
+            raise UserError(
+                f"{root.absolute()} has a name that is not UTF-8, and checkpoints need one that "
+                "is: choose another folder, or rename this one."
+            )
         if root.is_symlink() and not root.exists():  # a run must not begin anew for that
             raise UserError(f"{root} links to what is not there. Is a disk missing?")
         if root.exists() and not root.is_dir():
@@ -46,7 +49,7 @@ class StepFolders:
         paths = self.root.iterdir() if self.root.exists() else ()
         return sorted(int(p.name) for p in paths if _is_step(p.name) and _holds_something(p))
 
-    def finished(self, step: int) -> Path:
+    def folder(self, step: int) -> Path:
         """The folder of a step; raises if there is none."""
         if step not in (steps := self.steps()):
             raise UserError(
@@ -68,19 +71,19 @@ class StepFolders:
         ]
         return [path for path in left_over if not _delete(path)]
 
-    def unfinished(self, step: int) -> Path:
+    def temporary(self, step: int) -> Path:
         """Where a step is written."""
         return self.root / f"{step}{UNFINISHED}"
 
     def finish(self, step: int) -> None:
         """Completes a step that was written: its folder gets its name; later steps are removed."""
-        manifest.write(self.unfinished(step))
+        manifest.write(self.temporary(step))
         for other in self.steps():
             if other > step:
                 self.remove(other)
         if os.path.lexists(self.root / str(step)):
             self.remove(step)
-        self.unfinished(step).rename(self.root / str(step))
+        self.temporary(step).rename(self.root / str(step))
         flush(self.root)
 
     def remove(self, step: int) -> None:
@@ -96,11 +99,11 @@ class StepFolders:
         Raises:
             DamagedCheckpoint: if it has changed since it was written, or is that of another step.
         """
-        folder = self.finished(step)
+        folder = self.folder(step)
         manifest.check(folder, only=RECORD)
         record: dict[str, Any] = json.loads((folder / RECORD).read_text("utf-8"))
         if record["step"] != step:
-            damaged(folder, f"{RECORD} is that of another step")
+            raise_damaged(folder, f"{RECORD} is that of another step")
         return record
 
     def newest_record(self) -> dict[str, Any] | None:
@@ -112,7 +115,7 @@ class StepFolders:
 
     def check(self, step: int) -> None:
         """Checks every byte of a step; raises DamagedCheckpoint, naming the file that changed."""
-        manifest.check(self.finished(step))
+        manifest.check(self.folder(step))
         self.record(step)
 
     def newest_intact(self, note: Callable[[str], object]) -> int:

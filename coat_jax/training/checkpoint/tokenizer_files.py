@@ -15,58 +15,71 @@ from coat_jax.errors import UserError
 from coat_jax.files import expand_user, parse_json, read_bytes
 
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
-WHOLE = ("tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
-PARTS = ("vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja")
-NAMES = (TOKENIZER, GENERATION, *WHOLE, *PARTS)
+NAMES: tuple[str, ...] = (
+    TOKENIZER,
+    GENERATION,
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+NAMES += ("special_tokens_map.json", "merges.txt", "added_tokens.json", "chat_template.jinja")
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 TokenizerFiles = dict[str, bytes]  # their content, by name
 
 
-def read(folder: Path, tokenizer: str | Path | None, vocab: int) -> TokenizerFiles:
-    """The files in a model's folder, with `tokenizer` in place of its own tokenizer.json."""
-    files = {name: _read(folder, folder / name) for name in NAMES if (folder / name).exists()}
-    if tokenizer is not None:
-        known = tokenizers.Tokenizer(tokenizer)
-        known.require_fits(vocab)
-        files[TOKENIZER] = known.content
-    if TOKENIZER in files:
-        tokenizers.parse(files[TOKENIZER], str(folder / TOKENIZER))
-    return files
-
-
-def read_of_run(
+def read(
     folder: Path,
     config_json: Mapping[str, Any],
     tokenizer: str | Path | None,
     vocab: int,
     note: Callable[[str], object],
 ) -> TokenizerFiles:
-    """`read`, with the tokenizer and the token that ends a text from a run's config.
+    """The files in a model's folder, with the special tokens of its config.json.
 
-    Notes a missing tokenizer, and one that begins texts with other tokens than training did.
+    Args:
+        folder: of a run, whose config may name a tokenizer inside, or one of Hugging Face.
+        config_json: of the folder.
+        tokenizer: a file in place of the folder's own tokenizer.json.
+        vocab: of the model.
+        note: called with a line about a missing tokenizer, and one that begins texts with other
+            tokens than training did.
     """
-    files = read(folder, tokenizer, vocab)
+    files = {name: _read(folder, folder / name) for name in NAMES if (folder / name).exists()}
+    if tokenizer is not None:
+        known = tokenizers.Tokenizer(tokenizer)
+        known.require_fits(vocab)
+        files[TOKENIZER] = known.content
     data = config_json.get("data")  # a run without any was converted: it was trained elsewhere
-    if not isinstance(data, dict):
-        return files
-    if TOKENIZER not in files:
+    data = data if isinstance(data, dict) else None
+    if data is not None and TOKENIZER not in files:
         files |= _tokenizer_of_run(folder, data, note)
-    parsed = tokenizers.parse(files[TOKENIZER], TOKENIZER) if TOKENIZER in files else None
-    if GENERATION not in files:
-        end = data.get("end_of_text")
-        if end is None and parsed is not None:
-            end = tokenizers.known_end_of_text(parsed)
-        if end is not None:
-            files[GENERATION] = _in_json({"eos_token_id": end})
-    if parsed is not None and (begin := tokenizers.beginning_of(parsed, TOKENIZER)):
-        spelled = " ".join(parsed.id_to_token(token) or str(token) for token in begin)
+    parsed = None
+    if TOKENIZER in files:
+        parsed = tokenizers.parsed(files[TOKENIZER], str(folder / TOKENIZER))
+    special = {name: config_json.get(name) for name in SPECIAL}
+    if data is not None and GENERATION not in files:
+        special["eos_token_id"] = data.get("end_of_text")
+        if special["eos_token_id"] is None and parsed is not None:
+            special["eos_token_id"] = tokenizers.known_end_of_text(parsed)
+    if data is not None and parsed is not None:
+        _note_beginning(parsed, note)
+    # The config.json of a run has no special tokens; in a Hugging Face folder either file may.
+    own = generation_in(files)
+    missing = {k: v for k, v in special.items() if v is not None and own.get(k) is None}
+    if missing:
+        files[GENERATION] = (json.dumps(own | missing, indent=2) + "\n").encode()
+    return files
+
+
+def _note_beginning(tokenizer: Any, note: Callable[[str], object]) -> None:
+    if begin := tokenizers.beginning_of(tokenizer, TOKENIZER):
+        spelled = " ".join(tokenizer.id_to_token(token) or str(token) for token in begin)
         note(
             f"The tokenizer puts {spelled} in front of each text, and training put nothing there. "
             "For texts that begin as in training, take it out of the post_processor in "
             "tokenizer.json."
         )
-    return files
 
 
 def _tokenizer_of_run(
@@ -89,13 +102,14 @@ def _tokenizer_of_run(
         )
         return {}
     content = _read(folder, path)
-    tokenizers.parse(content, str(path))
+    tokenizers.parsed(content, str(path))  # by the name that the user knows
     return {TOKENIZER: content}
 
 
-def special_tokens(config_json: Mapping[str, Any]) -> dict[str, Any]:
-    """Which tokens begin, end and pad a text."""
-    return {name: config_json[name] for name in SPECIAL if config_json.get(name) is not None}
+def special_tokens(files: TokenizerFiles) -> dict[str, Any]:
+    """Returns the tokens that begin, end and pad a text, by their names in config.json."""
+    own = generation_in(files)
+    return {name: own[name] for name in SPECIAL if own.get(name) is not None}
 
 
 def generation_in(files: TokenizerFiles) -> dict[str, Any]:
@@ -106,24 +120,10 @@ def generation_in(files: TokenizerFiles) -> dict[str, Any]:
     return found
 
 
-def with_special_tokens(files: TokenizerFiles, config_json: Mapping[str, Any]) -> TokenizerFiles:
-    """The same files, with the special tokens of config.json in generation_config.json.
-
-    The config.json of a run has none; in a Hugging Face folder they may be in either file.
-    """
-    own = generation_in(files)
-    missing = {k: v for k, v in special_tokens(config_json).items() if own.get(k) is None}
-    return files | {GENERATION: _in_json(own | missing)}
-
-
 def write(files: TokenizerFiles, folder: Path) -> None:
     """Writes them to a folder."""
     for name, content in files.items():
         (folder / name).write_bytes(content)
-
-
-def _in_json(value: dict[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2) + "\n").encode()
 
 
 def _read(folder: Path, path: Path) -> bytes:

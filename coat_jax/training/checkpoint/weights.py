@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from coat_jax import files, quantization, writing
 from coat_jax.errors import UserError
 from coat_jax.files import expand_user
-from coat_jax.models import Config, Llama, hf, lazy_arrays
+from coat_jax.models import lazy_arrays
 from coat_jax.models.lazy_arrays import Index, LazyArray, Name, Parameters
 from coat_jax.numerics.corrections import join
 from coat_jax.optax.states.checkpoint import stored_metadata
@@ -27,7 +27,7 @@ from coat_jax.quantization.layout import ENTRY
 from coat_jax.training import families, resume_rules
 from coat_jax.training.checkpoint.checkpoints import STATE
 from coat_jax.training.checkpoint.step_folders import RECORD, StepFolders
-from coat_jax.training.families import family_of
+from coat_jax.training.families import family_of, hf_of
 from coat_jax.writing import require_space
 
 CONFIG, CHECKPOINTS = "config.json", "checkpoints"
@@ -59,7 +59,7 @@ def read_config_json(folder: str | Path) -> dict[str, Any]:
     return config_json
 
 
-def parsed(path: Path) -> dict[str, Any] | None:
+def object_in(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file; None if it holds nothing of that kind."""
     try:
         value = json.loads(path.read_text("utf-8"))
@@ -103,7 +103,7 @@ def model_config(folder: str | Path) -> Any:
         return families.from_json(config_json["model"], f"{folder / CONFIG}: model")
     if is_quantized(config_json):
         return quantization.read_config(folder)
-    return hf.read_config(folder)
+    return families.hf_named_in(config_json).read_config(folder)
 
 
 # --- Reading ---------------------------------------------------------------------------------
@@ -111,12 +111,12 @@ def model_config(folder: str | Path) -> Any:
 
 def load(
     folder: str | Path,
-    config: Config | None = None,
+    config: Any = None,
     *,
     step: int | None = None,
     mesh: Mesh | None = None,
     note: Callable[[str], object] = warnings.warn,
-) -> Llama:
+) -> Any:
     """The model in a folder.
 
     Args:
@@ -140,54 +140,22 @@ def load(
 
 def parameters_of(
     folder: str | Path,
-    config: Config,
+    config: Any,
     *,
     step: int | None = None,
     note: Callable[[str], object] = warnings.warn,
 ) -> dict[Name, LazyArray]:
     """The parameters in a folder that is not quantized, for the arguments of `load`."""
     folder = expand_user(folder)
-    if is_run(read_config_json(folder)):
-        in_fp32 = jnp.dtype(config.param_dtype) == jnp.float32
-        return read(folder, step, note=note, corrected=in_fp32)
-    _require_no_step(folder, step)
-    return hf.read(folder, config)
-
-
-def require_parameters(folder: str | Path, config: Any) -> None:
-    """Raises unless a model's parameters are in a folder that is not quantized; reads none of them.
-
-    Loading finds more: a checkpoint's other files are checked when it is read.
-    """
     if not is_run(read_config_json(folder)):
-        hf.read(folder, config)
-    elif _checkpoints_of(folder).newest_record() is None:
-        _checkpoints_of(folder).newest_intact(warnings.warn)  # raises, and says why
-
-
-def _require_no_step(folder: Path, step: int | None) -> None:
-    if step is not None:
-        raise UserError(f"There is no step {step} in {folder}: it holds one model, and no steps.")
-
-
-def _checkpoints_of(folder: str | Path) -> StepFolders:
-    return StepFolders(expand_user(folder).absolute() / CHECKPOINTS)
-
-
-def read(
-    folder: str | Path,
-    step: int | None = None,
-    *,
-    note: Callable[[str], object] = warnings.warn,
-    corrected: bool = False,
-) -> dict[Name, LazyArray]:
-    """The parameters in a checkpoint of a run; with their corrections, in FP32, if `corrected`."""
+        _require_no_step(folder, step)
+        return dict(hf_of(config).read(folder, config))
     folders = _checkpoints_of(folder)
     if step is None:
         step = folders.newest_intact(note)
     else:
         folders.check(step)
-    path = folders.finished(step) / STATE
+    path = folders.folder(step) / STATE
     try:
         metadata = stored_metadata(path)
     finally:
@@ -204,12 +172,32 @@ def read(
                 name = tuple(int(k) if k.isdecimal() else k for k in keys[len(above) : -1])
                 found = parameters if above == PARAMETERS else corrections
                 found[name] = _in_checkpoint(path, ".".join(keys), leaves[keys], driver)
-    if not corrected:
+    if jnp.dtype(config.param_dtype) != jnp.float32:
         return parameters
-    return {name: _corrected(one, corrections.get(name)) for name, one in parameters.items()}
+    return {name: _add_corrections(one, corrections.get(name)) for name, one in parameters.items()}
 
 
-def _corrected(parameter: LazyArray, correction: LazyArray | None) -> LazyArray:
+def require_parameters(folder: str | Path, config: Any) -> None:
+    """Raises unless a model's parameters are in a folder that is not quantized; reads none of them.
+
+    Loading finds more: a checkpoint's other files are checked when it is read.
+    """
+    if not is_run(read_config_json(folder)):
+        hf_of(config).read(expand_user(folder), config)
+    elif _checkpoints_of(folder).newest_record() is None:
+        _checkpoints_of(folder).newest_intact(warnings.warn)  # raises, and says why
+
+
+def _require_no_step(folder: Path, step: int | None) -> None:
+    if step is not None:
+        raise UserError(f"There is no step {step} in {folder}: it holds one model, and no steps.")
+
+
+def _checkpoints_of(folder: str | Path) -> StepFolders:
+    return StepFolders(expand_user(folder).absolute() / CHECKPOINTS)
+
+
+def _add_corrections(parameter: LazyArray, correction: LazyArray | None) -> LazyArray:
     """A BF16 parameter with its corrections, in FP32; others have none, or a placeholder."""
     if correction is None or parameter.shape != correction.shape:
         return parameter
@@ -254,7 +242,7 @@ def _require_present(path: Path) -> None:
 
 def write(
     folder: str | Path,
-    config: Config,
+    config: Any,
     parameters: Parameters,
     *,
     progress: Callable[[int], object] = lambda size: None,
@@ -267,12 +255,12 @@ def write(
     # Here, so that orbax is imported only if something is saved.
     from coat_jax.training.checkpoint.orbax_saving import save_lazy_arrays
 
-    lazy_arrays.require_same(config, parameters)
+    lazy_arrays.require_same(config, parameters, module=family_of(config).module)
     folders, saved = _checkpoints_of(folder), {"model": resume_rules.to_json(config)}
     folders.clear()
     size = sum(map(lazy_arrays.size_of, parameters.values()))
     require_space(folders.root, "The model", size)
-    unfinished = folders.unfinished(0)
+    unfinished = folders.temporary(0)
     unfinished.mkdir()
     in_state = {(*PARAMETERS, *map(str, name), VALUE): one for name, one in parameters.items()}
     save_lazy_arrays(unfinished / STATE, unflatten_dict(in_state), progress)

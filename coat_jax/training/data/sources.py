@@ -11,7 +11,7 @@ import numpy as np
 
 from coat_jax.errors import UserError
 from coat_jax.files import read_bytes
-from coat_jax.printable import counted
+from coat_jax.printable import amount
 from coat_jax.tokenizers import AnyTokenizer, Bytes, digest_of, document_tokenizer
 from coat_jax.training.data import chat, corpus
 from coat_jax.training.data.config import DataConfig
@@ -59,7 +59,7 @@ def rows_of(
     # Usually one of the first rows has a label.
     if not any(rows.has_labels(rows[row]) for row in range(len(rows))):
         raise UserError(
-            f"The {split} data has no token to predict in its {counted(len(rows), 'row')}. Is "
+            f"The {split} data has no token to predict in its {amount(len(rows), 'row')}. Is "
             "data.end_of_text the right token? Is each answer of a chat beyond sequence_length?"
         )
     return rows

@@ -28,6 +28,7 @@ from coat_jax.files import parse_json, utf8_failures
 from coat_jax.tokenizers import AnyTokenizer
 from coat_jax.training.data.paths import CHAT, listing
 from coat_jax.training.data.token_files import SIDECAR
+from coat_jax.validation import brief
 from coat_jax.writing import atomic_folder, full_disk, require_new_folder
 
 COMMAND = "coat tokenize"

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 from coat_jax import telemetry
 from coat_jax.errors import UserError
 from coat_jax.models import Batch, Config, Llama
-from coat_jax.models.lazy_arrays import LazyArray, Name, Parameters, arranged
+from coat_jax.models.lazy_arrays import LazyArray, Name, Parameters, arrange
 from coat_jax.numerics.formats import DTYPES
 from coat_jax.numerics.integer_format import IntegerFormat
 from coat_jax.numerics.minifloat import Minifloat
@@ -54,7 +54,7 @@ def weights(
     About `sample` elements of a matrix are rounded, in evenly spaced whole channels or rows; all of
     them for 0.
     """
-    for name, one in arranged(parameters, scan=False).items():
+    for name, one in arrange(parameters, scan=False).items():
         if len(one.shape) < 2:
             continue  # norms and biases are not rounded
         tensor = ".".join(map(str, name))

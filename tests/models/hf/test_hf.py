@@ -17,11 +17,9 @@ from small_model import filled
 from coat_jax import models, ops
 from coat_jax.errors import UserError
 from coat_jax.models import hf
-from coat_jax.models.hf.config import FAMILIES, from_json, to_json
+from coat_jax.models.hf.config import ARCHITECTURES, from_json, to_json
 from coat_jax.models.hf.files import Tensors
 from coat_jax.ops import Llama3Scaling, Rotary
-from coat_jax.precision import BF16
-from coat_jax.training.checkpoint import weights
 
 PLAIN = {"qk_norm": None, "norm_eps": 1e-5, "precision": "bf16"}
 LLAMA = variant(**PLAIN, rotary=Rotary(5e5, Llama3Scaling()))
@@ -51,10 +49,10 @@ def files_of(folder):
 # --- There and back --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ARCHITECTURES)
 def test_a_saved_model_comes_back_bit_for_bit(tmp_path, family):
     """Stacked layers in FP32, and for every other family a list of layers in BF16."""
-    scan = list(FAMILIES).index(family) % 2 == 0
+    scan = list(ARCHITECTURES).index(family) % 2 == 0
     dtype = jnp.float32 if scan else jnp.bfloat16
     config = dataclasses.replace(FAMILY[family], param_dtype=dtype, dtype=dtype, scan=scan)
     model = filled(config)
@@ -108,17 +106,17 @@ def test_on_a_mesh_each_device_reads_its_own_part(tmp_path, monkeypatch):
 
     def recorded(self, name, index):
         part = read(self, name, index)
-        parts.append((name, part.size / math.prod(self.shape(name))))
+        parts.append((name, part.size / math.prod(self.spec(name)[0])))
         return part
 
     monkeypatch.setattr(Tensors, "read", recorded)
     mesh = automatic_mesh(2, 2, 2)
-    cut = hf.load(tmp_path, dataclasses.replace(LLAMA, **AXES), mesh=mesh)
-    assert_same(cut, model)
-    for parameter in (cut.embed, cut.head, cut.layers.mlp.gate, cut.layers.attention.out):
+    sharded = hf.load(tmp_path, dataclasses.replace(LLAMA, **AXES), mesh=mesh)
+    assert_same(sharded, model)
+    for parameter in (sharded.embed, sharded.head, sharded.layers.mlp.gate):
         assert parameter[...].addressable_shards[0].data.size == parameter[...].size // 4
     assert {share for name, share in parts if "norm" not in name} == {0.25}
-    hf.save(tmp_path / "again", cut)
+    hf.save(tmp_path / "again", sharded)
     again = files_of(tmp_path / "again")
     for name, tensor in files_of(tmp_path).items():
         np.testing.assert_array_equal(again[name], tensor)
@@ -149,6 +147,9 @@ def test_both_ways_to_write_rotary_positions_are_read():
         assert from_json(config_json(rope_scaling=none)).rotary == Rotary(5e5)
     old = {"rope_scaling": {"type": "linear", "factor": 2}}
     assert from_json(config_json(**old)).rotary == Rotary(5e5, 2.0)
+    for inside in ({}, {ORIGINAL: 32}):  # what stands beside rope_scaling comes first
+        config = from_json(config_json(rope_scaling=ROPE | inside, **{ORIGINAL: 16}))
+        assert config.rotary.scaling.original_context == 16
 
 
 def test_missing_entries_have_transformers_defaults():
@@ -168,9 +169,6 @@ def test_key_heads_that_config_json_leaves_out_are_those_of_transformers():
         for value, wanted in (("absent", number), (None, 64)):
             changes = {"num_attention_heads": 64, "head_dim": 2, "num_key_value_heads": value}
             assert from_json(config_json(f"{family}ForCausalLM", **changes)).kv_heads == wanted
-    message = "lacks num_key_value_heads, which means 8 in mistral, and num_attention_heads=4 is no"
-    with pytest.raises(UserError, match=message):
-        from_json(config_json("MistralForCausalLM", num_key_value_heads="absent"))
 
 
 def test_a_window_is_used_where_config_json_says_so():
@@ -182,42 +180,28 @@ def test_a_window_is_used_where_config_json_says_so():
     assert window(max_window_layers=2) is None
     assert window(max_window_layers="absent") is None  # 28, and there are 2 layers
     assert window(layer_types=["full_attention"] * 2) is None
-    with pytest.raises(ValueError, match="window of 8 to 1 of 2 layers"):
-        window(max_window_layers=1)
+    for window_of in (8, None):
+        changes = {"sliding_window": window_of, "layer_types": SLIDING if window_of else FULL}
+        assert from_json(config_json("MistralForCausalLM", **changes)).window == window_of
 
 
 FULL, SLIDING = ["full_attention"] * 2, ["sliding_attention"] * 2
-
-
-def test_layer_types_in_mistral_say_what_transformers_does_or_are_refused():
-    """There transformers ignores them: all layers have the window."""
-
-    def window(**changes):
-        return from_json(config_json("MistralForCausalLM", **changes)).window
-
-    assert window() == window(layer_types=SLIDING) == 8
-    assert window(sliding_window=None) is window(sliding_window=None, layer_types=FULL) is None
-    for changes in (
-        {"layer_types": FULL},
-        {"layer_types": [FULL[0], SLIDING[0]]},
-        {"layer_types": SLIDING, "sliding_window": None},
-    ):
-        with pytest.raises(UserError, match=r"gives a window to .* Remove layer_types"):
-            window(**changes)
-
-
-WINDOWS = [  # of Qwen3
-    ({"layer_types": SLIDING, "use_sliding_window": False}, "no sliding_window is in use"),
+MISTRAL = [  # where transformers ignores layer_types: all layers have the window
+    ({"layer_types": FULL}, "window of 8 to 0 of 2 layers"),
+    ({"layer_types": [FULL[0], SLIDING[0]]}, "window of 8 to 1 of 2 layers"),
+    ({"layer_types": SLIDING, "sliding_window": None}, "window of None to 2 of 2 layers"),
+    ({"num_key_value_heads": "absent"}, "means 8 in mistral, and num_attention_heads=4 is no"),
+]
+QWEN3 = [
+    ({"layer_types": SLIDING, "use_sliding_window": False}, "window of None to 2 of 2 layers"),
+    ({"max_window_layers": 1}, "window of 8 to 1 of 2 layers"),
     ({"layer_types": FULL[:1]}, "names 1 layers, and num_hidden_layers=2"),
     ({"layer_types": ["chunked_attention"] * 2}, "must be a list of full_attention and"),
     ({"layer_types": 3}, "layer_types=3 must be a list"),
-    ({"sliding_window": "x"}, "sliding_window='x' must be a whole number from 1"),
     ({"sliding_window": 0}, "sliding_window=0 must be a whole number from 1"),
     ({"max_window_layers": None}, "max_window_layers=None must be a whole number"),
     ({"use_sliding_window": "yes"}, "use_sliding_window='yes' must be True or False"),
 ]
-
-
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim")
 SIZES += ("intermediate_size", "max_position_embeddings", "num_key_value_heads")
 
@@ -233,11 +217,9 @@ ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq
 
 
 ORIGINAL = "original_max_position_embeddings"
-VALUES = [
-    ({"rope_theta": 0}, "rope_theta=0 must be a number from 1 to 1e.12"),
+LLAMAS = [
     ({"rope_theta": float("nan")}, "rope_theta=nan must be"),
     ({"rope_theta": 1e30}, "rope_theta=1e.30 must be"),
-    ({"rope_theta": "1e4"}, "rope_theta='1e4' must be"),
     ({"rope_theta": None}, "rope_theta=None must be"),
     *(
         ({name: value}, rf"scales rotary positions by {re.escape(repr(value))}: {name} must be")
@@ -253,11 +235,9 @@ VALUES = [
     ({"rope_scaling": ROPE | {"low_freq_factor": 4}}, "must be below high_freq_factor"),
     ({"rope_scaling": ROPE | {ORIGINAL: "x"}}, f"{ORIGINAL}='x' must be"),
     ({"rope_scaling": ROPE, ORIGINAL: 0}, f"{ORIGINAL}=0 must be"),
-    ({"rms_norm_eps": 0}, "rms_norm_eps=0 must be a number from 1e-30 to 1"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be"),
     ({"architectures": "LlamaForCausalLM" * 99}, "names the architecture 'Llama"),
     ({"architectures": [["x"]]}, r"names the architecture \['x'\]"),
-    ({"architectures": {"a": 1}}, "names the architecture {'a': 1}"),
     ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel'. There are LlamaForCausalLM"),
     ({"architectures": "absent"}, "the architecture 'none'"),
     ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no' must be True or False"),
@@ -276,18 +256,15 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), VALUES + WINDOWS)
-def test_what_a_config_json_cannot_mean_or_we_cannot_do_is_refused(changes, message):
-    family = "Qwen3ForCausalLM" if (changes, message) in WINDOWS else "LlamaForCausalLM"
-    with pytest.raises(ValueError, match=message):
-        from_json(config_json(family, **changes))
+REFUSED = {"Llama": LLAMAS, "Mistral": MISTRAL, "Qwen3": QWEN3}
 
 
-def test_the_original_context_is_read_where_transformers_reads_it():
-    """Beside rope_scaling first."""
-    for inside in ({}, {ORIGINAL: 32}):
-        config = from_json(config_json(rope_scaling=ROPE | inside, **{ORIGINAL: 16}))
-        assert config.rotary.scaling.original_context == 16
+@pytest.mark.parametrize(
+    ("family", "changes", "message"), [(f, *case) for f, cases in REFUSED.items() for case in cases]
+)
+def test_what_a_config_json_cannot_mean_or_we_cannot_do_is_refused(family, changes, message):
+    with pytest.raises(UserError, match=message):
+        from_json(config_json(f"{family}ForCausalLM", **changes))
 
 
 def test_an_activation_is_read_and_written():
@@ -304,11 +281,6 @@ def test_a_model_whose_activation_transformers_lacks_is_not_saved(tmp_path, monk
     with pytest.raises(UserError, match=r"cannot compute activation='tanh': .* silu, gelu,"):
         hf.save(tmp_path, model)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_both_readers_have_one_rule_for_the_precision(folder):
-    assert hf.read_config(folder) == weights.model_config(folder)
-    assert hf.load(folder).config.precision == BF16
 
 
 def test_a_model_that_transformers_does_not_have_is_not_saved(tmp_path):
@@ -364,9 +336,12 @@ def test_tensors_that_do_not_fit_are_named(folder, changes, message):
 
 
 def test_a_folder_of_fewer_or_more_layers_is_refused_before_a_model_is_built(folder):
-    for layers, scan in ((1, True), (3, False), (10_000, True), (10_000, False)):
+    for layers, scan, message in (
+        (1, True, r"unexpected tensors: model\.layers\.1\."),
+        (10_000, False, r"lacks tensors: model\.layers\.10\..* and 119971 more"),
+    ):
         config = dataclasses.replace(hf.read_config(folder), layers=layers, scan=scan)
-        with pytest.raises(UserError, match=rf"tensors of 2 layers, and .* model of {layers:,}\."):
+        with pytest.raises(UserError, match=message):
             hf.load(folder, config)
 
 
@@ -389,32 +364,27 @@ def test_files_that_are_not_there_are_named(folder, tmp_path):
     (folder / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"no model.safetensors .* 'pytorch_model.bin'"):
         hf.load(folder)
-    index = {"weight_map": {"model.norm.weight": "../model.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(FileNotFoundError, match=r"names the file '../model.safetensors'"):
-        hf.load(folder)
 
 
 def test_an_index_that_is_wrong_is_refused(folder):
+    names = {*load_file(folder / "model.safetensors")}
+
+    def index_of(names):
+        return json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")})
+
+    rewrite(folder, **{Q: None})
     for index, message in (
         ("[]", "is not a JSON object, but list"),
         ("{}", "has no weight_map: it is not an index of tensors"),
         ('{"weight_map": {"a": 3}}', "names the file 3, not in"),
         ('{"weight_map": {"a": "b\\u0000"}}', r"names the file 'b\\x00', not in"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "names the file '../model.safetensors'"),
+        (index_of({*names, "model.ghost"}), r"unexpected tensors: model\.ghost"),
+        (index_of(names), rf"says that {Q} is in model.safetensors"),
     ):
         (folder / "model.safetensors.index.json").write_text(index)
         with pytest.raises(UserError, match=message):
             hf.load(folder)
-    names = [*load_file(folder / "model.safetensors"), "model.ghost"]
-    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"unexpected tensors: model\.ghost"):
-        hf.load(folder)
-    rewrite(folder, **{Q: None})
-    index["weight_map"].pop("model.ghost")
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=rf"says that {Q} is in model.safetensors"):
-        hf.load(folder)
 
 
 def test_a_model_is_not_written_over_another_or_into_the_folder_of_a_run(folder, tmp_path):

@@ -139,7 +139,7 @@ def gradients_by_their_names(model, folder):
     hf.save(folder, nnx.merge(graph, gradients))
     tensors = Tensors(folder)
     return {
-        name: tensors.read(name, (slice(None),) * len(tensors.shape(name)))
+        name: tensors.read(name, (slice(None),) * len(tensors.spec(name)[0]))
         for name in tensors.names()
     }
 

@@ -19,7 +19,7 @@ from coat_jax.errors import UserError
 from coat_jax.manifest import DamagedCheckpoint
 from coat_jax.optax import Storage, fused_fp8_adamw
 from coat_jax.optax.states.checkpoint import LiteralPath
-from coat_jax.training.checkpoint.checkpoints import Checkpoints, worth_keeping
+from coat_jax.training.checkpoint.checkpoints import Checkpoints, steps_to_keep
 from coat_jax.writing import DiskFull
 
 
@@ -29,8 +29,8 @@ def mesh_of(*shape):
     return jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * len(shape), devices=devices)
 
 
-def cut(tree, mesh):
-    """Every matrix over the mesh's axes, the rest on all devices."""
+def shard(tree, mesh):
+    """Shards every matrix over the mesh's axes, the rest on all devices."""
     return jax.tree.map(
         lambda leaf: jax.device_put(
             leaf, NamedSharding(mesh, P(*mesh.axis_names) if leaf.ndim == 2 else P())
@@ -54,7 +54,7 @@ def state_of(step, mesh=None):
         "powers": codes,
         "amax": np.linspace(0, step, 64, dtype=np.float32),
     }
-    return cut(state, mesh or mesh_of(8))
+    return shard(state, mesh or mesh_of(8))
 
 
 def like(tree):
@@ -101,11 +101,10 @@ def test_a_state_comes_back_bit_for_bit(tmp_path):
     state = state_of(7)
     extra = {"data": {"epoch": 2, "row": 31}, "loss": 1.25, "names": ["a", "b"], "none": None}
     with Checkpoints(folder, note=silent) as checkpoints:
-        assert checkpoints.latest() is None
         assert checkpoints.steps() == []
         checkpoints.save(7, state, extra, loss=2.5)
         restored = checkpoints.restore(like(state))
-        assert checkpoints.latest() == 7
+        assert checkpoints.steps() == [7]
     assert (restored.step, restored.extra) == (7, extra)
     assert_same_bits(restored.state, state)
     record = json.loads((folder / "7" / "record.json").read_text())
@@ -122,25 +121,18 @@ def test_any_step_comes_back_on_any_mesh(two):
             assert got.sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
 
 
-def test_random_keys_in_a_state_come_back(folder):
-    state = {"w": jnp.arange(3.0), "key": jax.random.key(3)}
-    with Checkpoints(folder) as checkpoints:
-        checkpoints.save(1, state, {})
-        restored = checkpoints.restore(state).state
-    assert restored["key"] == state["key"]
-
-
 def test_a_state_that_cannot_be_saved_is_refused_before_a_run(folder):
     message = r"cannot be saved\. \['empty'\] has shape \(0,\)"
     with Checkpoints(folder) as checkpoints, pytest.raises(UserError, match=message):
         checkpoints.require_like({"w": jnp.ones(2), "empty": jnp.ones(0)})
 
 
-@pytest.mark.parametrize("spec", [P("x"), P()], ids=["sharded", "replicated"])
-def test_arrays_may_be_donated_as_soon_as_save_returns(folder, spec):
-    sharding = NamedSharding(mesh_of(8), spec)
-    numbers = np.arange(1 << 20, dtype=np.float32).reshape(1024, 1024)
-    state = {f"w{i}": jax.device_put(numbers + i, sharding) for i in range(4)}
+def test_arrays_may_be_donated_as_soon_as_save_returns(folder):
+    mesh, numbers = mesh_of(8), np.arange(1 << 20, dtype=np.float32).reshape(1024, 1024)
+    state = {
+        f"w{i}": jax.device_put(numbers + i, NamedSharding(mesh, spec))
+        for i, spec in enumerate((P("x"), P()))
+    }
     wanted = like(state)
     overwrite = jax.jit(
         lambda state: jax.tree.map(lambda leaf: leaf * 0 - 1, state), donate_argnums=0
@@ -151,7 +143,7 @@ def test_arrays_may_be_donated_as_soon_as_save_returns(folder, spec):
             state = overwrite(state)
         jax.block_until_ready(state)
         restored = checkpoints.restore(wanted).state
-    for i in range(4):
+    for i in range(2):
         np.testing.assert_array_equal(restored[f"w{i}"], numbers + i)
 
 
@@ -181,8 +173,6 @@ def test_save_returns_before_the_checkpoint_is_written_unless_it_is_to_wait(fold
     [
         ({1: None, 2: None, 3: None}, 2, 1, {2, 3}),
         ({1: 1.0, 2: 3.0, 3: 2.0}, 1, 0, {3}),
-        ({1: 1.0, 2: 3.0, 3: 2.0}, 1, 1, {1, 3}),
-        ({1: 3.0, 2: 2.0, 3: 1.0}, 1, 1, {3}),
         ({1: 3.0, 2: 2.0, 3: 1.0}, 1, 2, {2, 3}),
         ({1: 1.0, 2: 1.0, 3: 2.0}, 1, 1, {2, 3}),
         ({1: float("nan"), 2: float("-inf"), 3: 5.0, 4: None}, 1, 1, {3, 4}),
@@ -190,17 +180,20 @@ def test_save_returns_before_the_checkpoint_is_written_unless_it_is_to_wait(fold
     ],
 )
 def test_the_newest_and_the_best_stay(losses, keep, keep_best, kept):
-    assert worth_keeping(losses, keep, keep_best) == kept
+    assert steps_to_keep(losses, keep, keep_best) == kept
 
 
 def test_the_others_are_removed_also_by_the_next_process(folder):
+    """A damaged checkpoint, later than the one that was restored, displaces none."""
     with Checkpoints(folder, keep=2, keep_best=1) as checkpoints:
         for step, loss in [(8, 3.0), (9, 1.0), (10, 2.0), (11, None), (12, 4.0)]:
             checkpoints.save(step, state_of(step), {}, loss=loss)
         assert checkpoints.steps() == [9, 11, 12]
     assert sorted(path.name for path in folder.iterdir()) == ["11", "12", "9"]
-    with Checkpoints(folder, keep=1) as checkpoints:
-        checkpoints.restore(like(state_of(12)))
+    truncate(folder / "12")
+    notes = []
+    with Checkpoints(folder, keep=1, note=notes.append) as checkpoints:
+        assert checkpoints.restore(like(state_of(11))).step == 11
         checkpoints.save(13, state_of(13), {}, loss=3.0)
         assert checkpoints.steps() == [9, 13]
 
@@ -282,9 +275,7 @@ def training_state(width=256, **storage):
 def test_another_model_or_format_is_refused(folder):
     others = {
         r"0/w is stored as float32\[64, 256\], but float32\[64, 512\] is": training_state(512),
-        r"int8\[64, 256\], but float32\[64, 256\] is": training_state(min_size=10**9),
         r"uint8\[64, 256\], but float8_e5m2\[": training_state(second=jnp.float8_e5m2),
-        r"float32\[64, 2\], but float32\[64, 4\] is expected": training_state(group_size=64),
         r"Only stored: \['0/b'.*only expected: \['b', 'w'\].*Restore": training_state()[0],
     }
     with Checkpoints(folder) as checkpoints:
@@ -292,12 +283,6 @@ def test_another_model_or_format_is_refused(folder):
         for message, other in others.items():
             with pytest.raises(ValueError, match=message):
                 checkpoints.restore(like(other))
-
-
-@pytest.mark.parametrize("settings", [{"keep": 0}, {"keep": 1, "keep_best": -1}])
-def test_settings_that_keep_nothing_are_refused(folder, settings):
-    with pytest.raises(ValueError, match="must be a whole number"):
-        Checkpoints(folder, **settings)
 
 
 def test_notes_that_are_not_json_are_refused_before_anything_is_written(folder):
@@ -345,33 +330,16 @@ def test_a_save_that_cannot_be_read_back_is_no_checkpoint(folder, monkeypatch):
     assert list(folder.iterdir()) == []
 
 
-# What a killed run leaves behind
-
-
-def test_pruning_removes_what_a_killed_run_left_over_before_the_step_restored(folder):
-    """Damaged checkpoints do not displace whole ones."""
-    save_all(folder, [1, 2, 3, 4, 5])
-    truncate(folder / "5")
-    notes = []
-    with Checkpoints(folder, keep=2, keep_best=0, note=notes.append) as checkpoints:
-        checkpoints.prune()
-        assert checkpoints.steps() == [1, 2, 3, 4, 5]  # who restored nothing, removes nothing
-        assert checkpoints.restore(like(state_of(4))).step == 4
-        checkpoints.prune()
-        assert checkpoints.steps() == [3, 4, 5]
-
-
 def test_a_checkpoint_that_cannot_be_removed_is_noted_and_does_not_end_the_run(two, monkeypatch):
-    notes = []
+    notes, rename = [], Path.rename
+
+    def refuse(path, target):
+        if path.name == "1":
+            raise PermissionError(13, "Permission denied", str(path))
+        return rename(path, target)
+
     with Checkpoints(two, keep=1, keep_best=0, note=notes.append) as checkpoints:
         checkpoints.restore(like(state_of(2)))
-        rename = Path.rename
-
-        def refuse(path, target):
-            if path.name == "1":
-                raise PermissionError(13, "Permission denied", str(path))
-            return rename(path, target)
-
         monkeypatch.setattr(Path, "rename", refuse)
         checkpoints.save(3, state_of(3), {}, wait=True)
         assert checkpoints.steps() == [1, 3]
