@@ -26,7 +26,7 @@ from coat_jax.training.compilation_cache import use_cache
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.data import Loader
 from coat_jax.training.held_out import Evaluation
-from coat_jax.training.preparation import Prepared, prepare
+from coat_jax.training.preparation import TrainSetup, prepare
 from coat_jax.training.programs import Programs
 from coat_jax.training.report import accounting
 from coat_jax.training.report.metrics import Metrics, require_installed
@@ -149,7 +149,7 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
 class Components(NamedTuple):
     """What the steps of a run need."""
 
-    prepared: Prepared
+    prepared: TrainSetup
     programs: Programs
     data: Loader
     evaluation: Evaluation | None
@@ -170,7 +170,7 @@ def _take_steps(run: Components, step: int, state: State) -> Outcome:
         batch = place(next(run.data), run.prepared.mesh, microbatches=microbatches)
         if telemetry is not None:
             telemetry.begin(step + 1, state, batch)
-        state, report = run.programs.after(step)(state, batch)
+        state, report = run.programs.for_step(step)(state, batch)
         step += 1
         recorder.take(step, report)
         if telemetry is not None and (numbers := telemetry.end(step, state, report)):
@@ -207,7 +207,7 @@ def _say(console: "Console", text: str) -> None:
 
 
 def _compile_telemetry(
-    prepared: Prepared, say: Callable[[str], None], example: Any
+    prepared: TrainSetup, say: Callable[[str], None], example: Any
 ) -> Telemetry | None:
     """The telemetry of a run; None if nothing of it is in 8 bits."""
     begin = time.perf_counter()

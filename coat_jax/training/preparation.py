@@ -18,7 +18,7 @@ from coat_jax.training.state import State, abstract_state, new_state, split_trai
 from coat_jax.training.step import lower_step
 
 
-class Prepared(NamedTuple):
+class TrainSetup(NamedTuple):
     """What the step of a run is compiled from.
 
     Attributes:
@@ -48,7 +48,7 @@ class Prepared(NamedTuple):
 
 def prepare(
     config: TrainConfig, mesh: Mesh, *, optimizer: FusedOptimizer | None = None
-) -> Prepared:
+) -> TrainSetup:
     """Builds the optimizer, and the shapes of model and state; takes no memory of a device.
 
     Args:
@@ -62,4 +62,4 @@ def prepare(
         with jax.set_mesh(mesh):
             trained, _ = split_trained(config, abstract.params)
             require_no_extra_args(optimizer, trained, abstract.moments)
-    return Prepared(config, mesh, optimizer, graph, abstract)
+    return TrainSetup(config, mesh, optimizer, graph, abstract)

@@ -4,7 +4,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from coat_jax.training.cluster.mesh import batch_parts
-from coat_jax.training.preparation import Prepared, prepare
+from coat_jax.training.preparation import TrainSetup, prepare
 from coat_jax.training.report import accounting
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ class Programs:
     """Compiles the programs that a run still needs, and returns the one for each step."""
 
     def __init__(
-        self, prepared: Prepared, console: "Console", *, example: Any = None, done: int = 0
+        self, prepared: TrainSetup, console: "Console", *, example: Any = None, done: int = 0
     ) -> None:
         """Compiles, and prints how long that took and how much memory each program needs.
 
@@ -31,11 +31,11 @@ class Programs:
         if max(done, self._first) < prepared.config.total_steps:
             self._program = _compile(prepared, console, "the step", example)
         if done < self._first:
-            start = prepare(prepared.config.at_start, prepared.mesh, optimizer=prepared.optimizer)
+            start = prepare(prepared.config.bf16_phase, prepared.mesh, optimizer=prepared.optimizer)
             what = f"the first {self._first:,} steps, in BF16,"
             self._start = _compile(start, console, what, example)
 
-    def after(self, done: int) -> Any:
+    def for_step(self, done: int) -> Any:
         """The program of the next step; frees the BF16 program after its last step."""
         if done < self._first:
             return self._start
@@ -43,7 +43,7 @@ class Programs:
         return self._program
 
 
-def _compile(prepared: Prepared, console: "Console", what: str, example: Any) -> Any:
+def _compile(prepared: TrainSetup, console: "Console", what: str, example: Any) -> Any:
     begin = time.perf_counter()
     config, mesh = prepared.config, prepared.mesh
     program = prepared.lower(example).compile()

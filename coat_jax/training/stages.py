@@ -18,7 +18,7 @@ from coat_jax.optax import FusedOptimizer
 from coat_jax.optax.clipping import clip_scale
 
 
-class Released(NamedTuple):
+class ReleaseState(NamedTuple):
     """The state of an optimizer, and the norm of the gradients that it was updated with last."""
 
     gradient_norm: Float[Array, ""]
@@ -26,10 +26,10 @@ class Released(NamedTuple):
 
 
 def with_gradient_norm(optimizer: FusedOptimizer) -> FusedOptimizer:
-    """`optimizer` whose `init` returns a `Released` state; its `step` takes the inner one."""
+    """`optimizer` whose `init` returns a `ReleaseState` state; its `step` takes the inner one."""
 
-    def init(params: optax.Params) -> Released:
-        return Released(jnp.full([], jnp.nan), optimizer.init(params))
+    def init(params: optax.Params) -> ReleaseState:
+        return ReleaseState(jnp.full([], jnp.nan), optimizer.init(params))
 
     return FusedOptimizer(init, optimizer.step)
 

@@ -30,7 +30,7 @@ from coat_jax.training.cluster.mesh import everywhere
 from coat_jax.training.compiler_options import compiler_options
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.schedule import learning_rate
-from coat_jax.training.stages import Released, scale_of_stage
+from coat_jax.training.stages import ReleaseState, scale_of_stage
 from coat_jax.training.state import State, split_trained
 
 
@@ -142,7 +142,7 @@ def releasing_step(
     rate = learning_rate(config.optimizer, config.total_steps, state.step - state.skipped)
     skipped = state.skipped + done.skipped
     report = Report(done.loss, done.gradient_norm, rate, labels, skipped)
-    moments = Released(done.gradient_norm, done.state)
+    moments = ReleaseState(done.gradient_norm, done.state)
     return State(state.step + 1, done.params, moments, skipped), report
 
 

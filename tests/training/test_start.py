@@ -38,7 +38,7 @@ def compiled(monkeypatch):
 
 def test_the_first_steps_are_in_bf16_and_recompute_layers(compiled):
     of_run = programs_of(CONFIG)
-    models = [of_run.after(done).model for done in range(4)]
+    models = [of_run.for_step(done).model for done in range(4)]
     assert [model.precision for model in models] == [coat.BF16] * 2 + [coat.COAT] * 2
     assert [model.remat for model in models] == ["layer"] * 2 + [None] * 2
 
@@ -61,7 +61,7 @@ def test_the_state_goes_from_one_program_to_the_other():
     state, losses = run.state(), []
     with jax.set_mesh(run.mesh):
         for done in range(4):
-            state, report = of_run.after(done)(state, run.place(batch))
+            state, report = of_run.for_step(done)(state, run.place(batch))
             losses.append(float(report.loss))
     assert losses == sorted(losses, reverse=True)
     assert state.step == 4
@@ -86,6 +86,6 @@ def test_a_model_that_recomputes_its_layers_does_so_at_the_start_too(stochastic)
     """Inputs of layers that it saves in FP8 are rounded as in the rest of the run."""
     precision = coat.Precision(stochastic=stochastic)
     model = dataclasses.replace(CONFIG.model, remat="layer_fp8", precision=precision)
-    start = dataclasses.replace(CONFIG, model=model).at_start.model
+    start = dataclasses.replace(CONFIG, model=model).bf16_phase.model
     assert start.remat == "layer_fp8"
     assert start.precision == dataclasses.replace(coat.BF16, stochastic=stochastic)

@@ -198,7 +198,7 @@ class TrainConfig:
         return in_steps(self.bf16_steps, self.total_steps)
 
     @property
-    def at_start(self) -> "TrainConfig":
+    def bf16_phase(self) -> "TrainConfig":
         """The config of the first steps in BF16, if `bf16_steps` asks for any."""
         # If the inputs of layers are saved in FP8, their rounding does not change.
         stochastic = precision_of(self.model.precision).stochastic
