@@ -6,9 +6,8 @@ over labels, so it does not depend on the number of microbatches.
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -23,13 +22,7 @@ from coat_jax.training.step import held_out_step
 
 
 class Evaluation:
-    """Held-out data and the function that is evaluated on it, compiled at its first use.
-
-    Attributes:
-        statistics: the means of the statistics that the model's loss returned last.
-    """
-
-    statistics: Mapping[str, float] = MappingProxyType({})
+    """Held-out data and the function that is evaluated on it, compiled at its first use."""
 
     def __init__(self, config: TrainConfig, graph: Any, mesh: Mesh):
         self._mesh = mesh
@@ -46,8 +39,8 @@ class Evaluation:
             partial(held_out_step, graph), compiler_options=compiler_options(config, mesh)
         )
 
-    def loss(self, params: Any) -> float:
-        """The mean over all labels of the held-out batches."""
+    def measure(self, params: Any) -> tuple[float, dict[str, float]]:
+        """The mean loss over all labels of the held-out batches, and means of its statistics."""
         self._data.restore(self._beginning)
         found = []
         for part in self._microbatches():
@@ -55,8 +48,8 @@ class Evaluation:
         self._data.close()  # stop reading ahead
         # In FP64, whatever the number of microbatches.
         sums = jax.tree.map(lambda *parts: math.fsum(map(float, parts)), *found)
-        self.statistics = {name: of / sums.count for name, of in sums.statistics.items()}
-        return float(sums.sum / sums.count)
+        statistics = {name: total / sums.count for name, total in sums.statistics.items()}
+        return sums.sum / sums.count, statistics
 
     def _microbatches(self) -> Iterator[Any]:
         for batch in itertools.islice(self._data, self._batches):

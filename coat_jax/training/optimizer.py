@@ -4,8 +4,7 @@
     params, moments = optimizer.step(params, grads, moments, grad_scale=clip, skip=not finite)
 
 All optimizers update parameters and moments in place if these are donated, and change nothing if
-`skip` is true. With `release_gradients`, `init` returns a `stages.ReleaseState`, and `step` takes and
-returns the optimizer's own state, which is its field `inner`.
+`skip` is true. With `release_gradients`, the state is a `stages.ReleaseState`.
 """
 
 import dataclasses

@@ -26,12 +26,21 @@ class ReleaseState(NamedTuple):
 
 
 def with_gradient_norm(optimizer: FusedOptimizer) -> FusedOptimizer:
-    """`optimizer` whose `init` returns a `ReleaseState` state; its `step` takes the inner one."""
+    """`optimizer` with a `ReleaseState` around its state, whose norm its `step` does not change.
+
+    Only when all stages have been stepped is the norm of their gradients known.
+    """
 
     def init(params: optax.Params) -> ReleaseState:
         return ReleaseState(jnp.full([], jnp.nan), optimizer.init(params))
 
-    return FusedOptimizer(init, optimizer.step)
+    def step(
+        params: optax.Params, grads: optax.Updates, state: ReleaseState, **options: Any
+    ) -> tuple[optax.Params, ReleaseState]:
+        params, inner = optimizer.step(params, grads, state.inner, **options)
+        return params, state._replace(inner=inner)
+
+    return FusedOptimizer(init, step)
 
 
 def scale_of_stage(

@@ -15,8 +15,8 @@ from flax import nnx
 from jaxtyping import Int32
 
 from coat_jax.training.config import TrainConfig
-from coat_jax.training.preparation import TrainSetup, prepare
-from coat_jax.training.state import State
+from coat_jax.training.setup import TrainSetup, prepare
+from coat_jax.training.step import State
 from experiments.fine_tuning import prose, ways
 from experiments.loss_study import operands
 from experiments.loss_study import text as texts

@@ -27,9 +27,8 @@ from coat_jax.training.checkpoint import Checkpoints
 from coat_jax.training.cluster.mesh import make_mesh
 from coat_jax.training.config import MeshConfig, TrainConfig
 from coat_jax.training.data import Batch
-from coat_jax.training.preparation import TrainSetup, prepare
-from coat_jax.training.state import State
-from coat_jax.training.step import held_out_step
+from coat_jax.training.setup import TrainSetup, prepare
+from coat_jax.training.step import State, held_out_step
 from experiments import row_files
 from experiments.loss_study import arms, operands
 from experiments.loss_study import text as texts

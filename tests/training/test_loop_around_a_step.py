@@ -10,7 +10,6 @@ import shutil
 import signal
 import sys
 from pathlib import Path
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from train_cases import ONE, mesh_of, small
 
 from coat_jax import models, writing
 from coat_jax.errors import UserError
-from coat_jax.training import loop, preparation, programs
+from coat_jax.training import loop, setup
 from coat_jax.training.checkpoint import Checkpoints
 from coat_jax.training.config import CheckpointConfig, EvaluationConfig, MeshConfig
 from coat_jax.training.report import metrics
@@ -50,7 +49,7 @@ class Counting:
         self.skipped = set()
         self.after = {}
 
-    def compile(self, prepared, console, what, example):
+    def compile(self, setup, console, what, example):
         self.compiled.append(what)
         return self
 
@@ -71,26 +70,24 @@ def count_steps(monkeypatch):
     """Lets runs count their steps and do nothing else; their model is traced once for all."""
     counting = Counting()
 
-    def zeros(config, optimizer, mesh):
-        _, abstract = preparation.abstract_state(config, optimizer, mesh)
+    def zeros(setup):
         return jax.tree.map(
-            lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), abstract
+            lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding),
+            setup.abstract,
         )
 
     class HeldOut:
         """Its loss is another one each time."""
 
-        statistics: ClassVar = {}
-
         def __init__(self, *arguments):
             self.losses = iter((2.5, 2.25, 2.125))
 
-        def loss(self, params):
-            return next(self.losses)
+        def measure(self, params):
+            return next(self.losses), {}
 
     monkeypatch.setattr(models, "abstract", abstract_once)
-    monkeypatch.setattr(programs, "_compile", counting.compile)
-    monkeypatch.setattr(preparation, "new_state", zeros)
+    monkeypatch.setattr(setup, "_compile", counting.compile)
+    monkeypatch.setattr(setup.TrainSetup, "new_state", zeros)
     monkeypatch.setattr(loop, "Evaluation", HeldOut)
     monkeypatch.setattr(loop, "make_mesh", lambda _: mesh_of(ONE))  # checkpoints are sooner written
     return counting

@@ -14,7 +14,7 @@ from coat_jax import models
 from coat_jax.errors import UserError
 from coat_jax.training.config import OptimizerConfig
 from coat_jax.training.optimizer import decayed, make_optimizer
-from coat_jax.training.preparation import prepare
+from coat_jax.training.setup import prepare
 
 NAMES = ("adamw", "fp8_adamw")
 CONSTANT = {"schedule": "constant", "warmup_steps": 0, "learning_rate": 1e-2}

@@ -11,7 +11,7 @@ from train_cases import ONE, mesh_of, small
 
 from coat_jax.training.cluster.batches import open_data
 from coat_jax.training.optimizer import make_optimizer
-from coat_jax.training.state import new_state
+from coat_jax.training.setup import prepare
 
 SEEDS = (0, 1, 0)
 
@@ -28,9 +28,7 @@ def differences(first, second):
 
 def test_first_parameters():
     def parameters(seed):
-        config = config_of(seed)
-        with jax.set_mesh(mesh := mesh_of(ONE)):
-            return new_state(config, make_optimizer(config), mesh).params
+        return prepare(config_of(seed), mesh_of(ONE)).new_state().params
 
     one, other, again = map(parameters, SEEDS)
     drawn = [np.ptp(np.float32(leaf)) > 0 for leaf in jax.tree.leaves(one)]  # no scales of norms

@@ -15,8 +15,7 @@ from train_cases import mesh_of, small
 from coat_jax import models
 from coat_jax.models import lazy_arrays
 from coat_jax.training.checkpoint import conversion, weights
-from coat_jax.training.preparation import prepare
-from coat_jax.training.state import require_same_model
+from coat_jax.training.setup import prepare, require_same_model
 
 CONFIG = small(model={"layers": 1}, optimizer={"name": "adamw"})
 

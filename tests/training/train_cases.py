@@ -21,8 +21,8 @@ from coat_jax.training.config import (
     TrainConfig,
 )
 from coat_jax.training.data import Batch, DataConfig
-from coat_jax.training.preparation import prepare
-from coat_jax.training.state import State
+from coat_jax.training.setup import prepare
+from coat_jax.training.step import State
 
 DOCS = Path(__file__).parents[2] / "docs"
 SMALL = TrainConfig(
