@@ -134,15 +134,7 @@ FP8_LINEAR = Precision(block=None)
 COAT = Precision()
 COAT_LEAN = Precision(attention_block=16)
 COAT_INT8 = Precision(int8_forward=True)
-COAT_PAPER = Precision(
-    fp8_linear=True,
-    forward=E4M3,
-    backward=E5M2,
-    block=16,
-    attention_block=None,
-    exact_forward=False,
-    stochastic=False,
-)
+COAT_PAPER = Precision(exact_forward=False, stochastic=False)
 
 PRESETS = {
     "bf16": BF16,

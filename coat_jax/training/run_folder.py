@@ -66,16 +66,14 @@ class RunFolder:
             UserError: if another process is using it, or it holds a model, or another run, or one
                 that has taken more steps.
         """
-        self._take()
-        self._require_no_model()
+        self._lock = self._take()
+        saved = self._saved()
         names = (weights.CONFIG, metrics.FILE, weights.CHECKPOINTS)
         if not self._config.resume and any((self.path / name).exists() for name in names):
-            self._move_away()
-            moved = self._lock
-            self._take()
-            if moved is not None:
-                moved.close()
-        saved, newest = self._saved(), StepFolders(self.checkpoints).newest_record()
+            with self._lock:  # which moves with the run
+                self._move_away()
+                self._lock, saved = self._take(), None
+        newest = StepFolders(self.checkpoints).newest_record()
         changed = []
         if saved is not None:
             changed = resume_rules.changes(self._config, saved, begun=newest is not None)
@@ -101,25 +99,10 @@ class RunFolder:
         """Releases the lock, so that other runs may use the folder."""
         if self._lock is not None:
             self._lock.close()
-            self._lock = None
 
-    def _take(self) -> None:
-        if self.path.exists() and not self.path.is_dir():
-            raise UserError(
-                f"{self.path} is a file, and a run needs a folder: choose another --out."
-            )
+    def _take(self) -> TextIO:
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = lock(self.path, self._note)
-
-    def _require_no_model(self) -> None:
-        """Raises if the folder holds a model that no run wrote."""
-        path = self.path / weights.CONFIG
-        found = None if self.checkpoints.exists() or not path.is_file() else weights.parsed(path)
-        if found is not None and "architectures" in found and not weights.is_run(found):
-            raise UserError(
-                f"{self.path} holds a model in Hugging Face's format, not a run: choose another "
-                "--out."
-            )
+        return lock(self.path, self._note)
 
     def _saved(self) -> dict[str, Any] | None:
         """The config of the run in the folder; None if there is no run."""
@@ -128,8 +111,11 @@ class RunFolder:
         if saved is None and path.is_file():
             saved = weights.parsed(path)
             if saved is None:
-                self._note(
-                    f"{path} is damaged, and no checkpoint says what was run. It is replaced."
+                self._note(f"{path} is damaged, and no checkpoint says what was run.")
+            elif "architectures" in saved and not weights.is_run(saved):
+                raise UserError(
+                    f"{self.path} holds a model in Hugging Face's format, not a run: choose "
+                    "another --out."
                 )
         return saved
 
@@ -143,14 +129,8 @@ class RunFolder:
             )
         folder = self.path.absolute()
         names = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
-        moved = next(name for name in names if not os.path.lexists(name))
-        try:
-            self.path.rename(moved)
-        except OSError as error:  # it may be a mount point, or the current folder
-            raise UserError(
-                f"{self.path} holds a run, which cannot be moved to {moved.name} out of the way: "
-                f"{error.strerror}. Choose another folder with --out."
-            ) from error
+        # Fails if the folder is a mount point, or the current one.
+        self.path.rename(next(name for name in names if not os.path.lexists(name)))
 
 
 def lock(folder: str | Path, note: Callable[[str], object]) -> TextIO:

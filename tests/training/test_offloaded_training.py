@@ -4,15 +4,12 @@ import dataclasses
 
 import jax
 import numpy as np
-import optax
 import pytest
 from train_cases import ONE, good_and_bad, random_batches, small, stepper
 
-from coat_jax.errors import UserError
 from coat_jax.optax.in_parts import offload
 from coat_jax.training.checkpoint import Checkpoints
 from coat_jax.training.config import TelemetryConfig
-from coat_jax.training.optimizer import make_optimizer
 from coat_jax.training.report.accounting import account
 from coat_jax.training.report.telemetry import Telemetry
 
@@ -117,9 +114,3 @@ def test_telemetry_reads_moments_in_host_memory():
         state, report = step.program(state, placed)
         found = telemetry.end(1, state, report)
     assert any("direction/error" in name for name in found)
-
-
-def test_a_transformation_is_refused():
-    config = small(optimizer={"offload": True, "transformation": optax.sgd})
-    with pytest.raises(UserError, match=r"optimizer\.offload=True.*optimizer\.transformation"):
-        make_optimizer(config)

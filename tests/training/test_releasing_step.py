@@ -97,7 +97,6 @@ def test_a_step_that_is_not_finite_is_counted_and_changes_nothing():
     [
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2"),
         ({"model": {"scan": True}}, "model.scan"),
-        ({"optimizer": {"transformation": coat.optax.fp8_adamw}}, r"optimizer\.transformation"),
         ({"metrics": {"norm": lambda step: coat.optax.global_norm(step.grads)}}, "metrics"),
         ({"telemetry": TelemetryConfig(every=5)}, r"telemetry\.every=5"),
     ],

@@ -23,6 +23,8 @@ OF_ADAMW: tuple[str, ...] = ("name", "moments", "b1", "b2", "eps", "weight_decay
 OF_ADAMW += ("decay_embedding", "decay_vectors")
 # Those that apply only if the optimizer is made from the schedule.
 OF_SCHEDULE = ("learning_rate", "schedule", "warmup_steps", "decay_steps", "final_ratio")
+# Those that need an optimizer which updates each parameter by itself.
+IN_PARTS = ("release_gradients", "offload")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +103,11 @@ class OptimizerConfig:
             )
         fields = dataclasses.fields(self)
         changed = [field.name for field in fields if getattr(self, field.name) != field.default]
-        self._require_none(changed, self._replaced())
+        unusable = self._replaced()
+        if self.transformation is not None:
+            reason = "steps some parameters at a time, and a transformation may need all at once"
+            unusable |= dict.fromkeys(IN_PARTS, reason)
+        self._require_none(changed, unusable)
         # `coat.optax` checks the same in the words of its own arguments.
         as_directions = self.name == "fp8_adamw" and self.moments == "directions"
         if self.transformation is None and as_directions and self.b2 < least_b2(self.b1):

@@ -126,8 +126,7 @@ class TrainConfig:
         if self.optimizer.release_gradients:
             self._require_releasable()
         self._require_metrics()
-        if len(set(self.writers)) < len(self.writers):
-            raise UserError(f"writers={self.writers} names a writer twice: name each once.")
+        object.__setattr__(self, "writers", tuple(dict.fromkeys(self.writers)))
         for name in ("out", "init_from", "cache"):
             path = getattr(self, name)
             if path == "":
@@ -170,17 +169,15 @@ class TrainConfig:
                 self.gradient_accumulation_steps > 1
             ),
             "model.scan=True": self.model.scan,
-            "optimizer.transformation": self.optimizer.transformation is not None,
-            "metrics": bool(self.metrics),
-            f"telemetry.every={self.telemetry.every}": self.telemetry.every > 0,
-            "frozen parameters": bool(self.frozen),
+            "metrics": self.metrics,
+            f"telemetry.every={self.telemetry.every}": self.telemetry.every,
+            "frozen parameters": self.frozen,
         }
-        for obstacle, stands in obstacles.items():
-            if stands:
-                raise UserError(
-                    f"optimizer.release_gradients=True keeps no gradients, and {obstacle} needs "
-                    "those of all layers: leave one of the two out."
-                )
+        for obstacle in (name for name, present in obstacles.items() if present):
+            raise UserError(
+                f"optimizer.release_gradients=True keeps no gradients, and {obstacle} needs "
+                "those of all layers: leave one of the two out."
+            )
 
     @property
     def microbatch(self) -> int:

@@ -181,7 +181,7 @@ class Telemetry:
         trained, rest = split_trained(self._config, params)
         microbatches = self._config.gradient_accumulation_steps
 
-        def loss(trained: Any, microbatch: Any) -> Array:  # as in `mean_gradients`
+        def loss(trained: Any, microbatch: Any) -> Array:  # as in `summed_gradients`
             found = loss_of(self._graph, rest, trained, microbatch)
             return found.mean if microbatches == 1 else found.sum
 
