@@ -35,6 +35,7 @@ For experiments with other formats, both may be a `Minifloat` of up to 7 mantiss
 as in `Storage(first="E2M5", second="UE4M4")`. XLA simulates these: codes take two bytes.
 """
 
+import contextlib
 import dataclasses
 import math
 from typing import Annotated, Any
@@ -179,14 +180,8 @@ class Storage:
             for_v, for_m = noise.uniform_pair(key, v.shape, run=self.group_size)
         nu = self._write_second(v, for_v)
         if self.first == DIRECTION:
-            mu = integers.encode(
-                m / self._root(v, nu),
-                group_size=self.group_size,
-                noise=for_m,
-                stochastic_below=stochastic_below(b1, b2),
-            )
-            return mu, nu
-        return self._write_first(m, for_m, b1), nu
+            m = m / self._root(v, nu)
+        return self._write_first(m, for_m, b1, b2), nu
 
     def write_momentum(
         self, m: Float[Array, "..."], key: UInt32[Array, ""], b: float | Array
@@ -195,14 +190,7 @@ class Storage:
         if not self.quantizes(m.shape):
             return self._in_fp32(m)
         for_m = noise.uniform(key, m.shape, run=self.group_size) if self.stochastic else None
-        if self.first != DIRECTION:
-            return self._write_first(m, for_m, b)
-        return integers.encode(
-            m,
-            group_size=self.group_size,
-            noise=for_m,
-            stochastic_below=stochastic_below(b, 1.0),
-        )
+        return self._write_first(m, for_m, b, 1.0)
 
     def _root(self, v: Float[Array, "..."], nu: Expanded) -> Float[Array, "..."]:
         """sqrt(v), with at least the smallest number that the groups of `nu` can hold."""
@@ -215,10 +203,17 @@ class Storage:
         return expansion.encode(v, self.second, group_size=self.group_size, noise=for_v)
 
     def _write_first(
-        self, m: Float[Array, "..."], for_m: Float[Array, "..."] | None, b1: float | Array
+        self,
+        m: Float[Array, "..."],
+        for_m: Float[Array, "..."] | None,
+        b1: float | Array,
+        b2: float | Array,
     ) -> Expanded:
-        """A first moment in FP8."""
+        """A first moment in FP8, or directions."""
         size = self.group_size
+        if self.first == DIRECTION:
+            below = stochastic_below(b1, b2)
+            return integers.encode(m, group_size=size, noise=for_m, stochastic_below=below)
         if for_m is None:
             return expansion.encode(m, self.first, group_size=size)
         if self.rounding_of_first(b1) == "dithered":
@@ -304,11 +299,9 @@ def _format(field: str, dtype: DTypeLike | Minifloat, own: DTypeLike | None) -> 
             raise ValueError(f"{field}={dtype.name!r} has no sign, and first moments have both.")
         return dtype
     for known in (E4M3, E5M2) if own is None else (own, E4M3, E5M2):
-        try:
+        with contextlib.suppress(TypeError):  # not a dtype
             if dtype is not None and jnp.dtype(dtype) == known:
                 return known
-        except TypeError:
-            pass
     use = simulated = ""
     if own is not None:
         use = f"jnp.{jnp.dtype(own).name}, "

@@ -25,7 +25,6 @@ from typing import Any, TextIO
 
 from coat_jax import writing
 from coat_jax.errors import UserError
-from coat_jax.files import expand_user
 from coat_jax.printable import printable
 from coat_jax.training import resume_rules
 from coat_jax.training.checkpoint import weights
@@ -48,7 +47,7 @@ class RunFolder:
     """
 
     def __init__(self, config: TrainConfig, note: Callable[[str], object]):
-        self.path = expand_user(config.out)
+        self.path = Path(config.out)
         self.checkpoints = self.path / weights.CHECKPOINTS
         self._config, self._note = config, note
         self._lock: TextIO | None = None
@@ -122,7 +121,7 @@ class RunFolder:
     def _move_away(self) -> None:
         """Moves the run that is in the folder to a free name beside it, such as run.1."""
         source = self._config.init_from
-        if source is not None and expand_user(source).resolve().is_relative_to(self.path.resolve()):
+        if source is not None and Path(source).resolve().is_relative_to(self.path.resolve()):
             raise UserError(
                 f"init_from={source} is in the folder {self.path}, which --resume false would move "
                 "out of the way: choose another folder with --out."
@@ -133,7 +132,7 @@ class RunFolder:
         self.path.rename(next(name for name in names if not os.path.lexists(name)))
 
 
-def lock(folder: str | Path, note: Callable[[str], object]) -> TextIO:
+def lock(folder: Path, note: Callable[[str], object]) -> TextIO:
     """Locks a folder until the returned file is closed, or its process ends, however it ends.
 
     Args:
@@ -143,7 +142,6 @@ def lock(folder: str | Path, note: Callable[[str], object]) -> TextIO:
     Raises:
         UserError: if another process holds the lock, saying which.
     """
-    folder = expand_user(folder)
     # A link is not followed: the file is overwritten.
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     file = os.fdopen(descriptor, "r+", encoding="utf-8", errors="replace")

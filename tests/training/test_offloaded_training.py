@@ -43,7 +43,6 @@ def assert_close(got, wanted, rtol=1e-4):
 @pytest.mark.parametrize(
     ("sizes", "optimizer", "moved"),
     [
-        (ONE, {"release_gradients": True}, (".codes",)),
         ((1, 2, 2), {"correct_params": True}, ("corrections", ".mu", ".nu")),
         (ONE, {"name": "adamw", "correct_params": True}, ("corrections", "mu", "nu")),
         ((1, 4, 1), {"release_gradients": True}, (".codes",)),
@@ -81,14 +80,14 @@ def test_a_step_that_is_not_finite_changes_nothing():
 @pytest.mark.parametrize("begins", [False, True])
 def test_a_run_may_resume_with_moments_in_the_other_memory(begins, tmp_path):
     first, second = step_of(begins), step_of(not begins)
-    batches = random_batches(4)
+    batches = random_batches(2)
     with Checkpoints(tmp_path) as checkpoints:
-        state, _ = first.run(batches[:2])
-        checkpoints.save(2, state, {})
-        state, through = first.run(batches[2:], state)  # overwrites what is being saved
+        state, _ = first.run(batches[:1])
+        checkpoints.save(1, state, {})
+        state, through = first.run(batches[1:], state)  # overwrites what is being saved
         restored = checkpoints.restore(second.abstract).state
     assert bool(on_host(restored)) != begins
-    end, resumed = second.run(batches[2:], restored)
+    end, resumed = second.run(batches[1:], restored)
     np.testing.assert_allclose(resumed[-1].loss, through[-1].loss, rtol=1e-6)
     assert_close(end, state)
 
@@ -107,7 +106,7 @@ def test_telemetry_reads_moments_in_host_memory():
     step = step_of(True)
     config = dataclasses.replace(step.config, telemetry=TelemetryConfig(every=1))
     with jax.set_mesh(step.mesh):
-        telemetry = Telemetry(config, step.prepared.graph, step.abstract, step.mesh)
+        telemetry = Telemetry(config, step.setup.graph, step.abstract, step.mesh)
         state, (batch,) = step.state(), random_batches(1)
         placed = step.place(batch)
         telemetry.begin(1, state, placed)

@@ -27,15 +27,13 @@ def differences(first, second):
 
 
 def test_first_parameters():
-    def parameters(seed):
-        return prepare(config_of(seed), mesh_of(ONE)).new_state().params
-
-    one, other, again = map(parameters, SEEDS)
+    one, other, again = (
+        prepare(config_of(seed), mesh_of(ONE)).new_state().params for seed in SEEDS
+    )
     drawn = [np.ptp(np.float32(leaf)) > 0 for leaf in jax.tree.leaves(one)]  # no scales of norms
     assert sum(drawn) >= 5
-    assert all(
-        share > 0.5 for share, random in zip(differences(one, other), drawn, strict=True) if random
-    )
+    differ = zip(differences(one, other), drawn, strict=True)
+    assert all(share > 0.5 for share, random in differ if random)
     assert not any(differences(one, again))
 
 

@@ -116,26 +116,6 @@ class TrainConfig:
                 f"bf16_steps={self.bf16_steps} is more than total_steps={self.total_steps}. Lower "
                 "it, or give a share of the run with a decimal point, as in 0.05."
             )
-        self._require_batch()
-        param_dtype = jnp.dtype(self.model.param_dtype)
-        if self.optimizer.correct_params and param_dtype != jnp.bfloat16:
-            raise UserError(
-                f"optimizer.correct_params=True corrects parameters in BF16, and model.param_dtype="
-                f"{param_dtype.name}. Set --param_dtype bfloat16, or leave correct_params out."
-            )
-        if self.optimizer.release_gradients:
-            self._require_releasable()
-        self._require_metrics()
-        object.__setattr__(self, "writers", tuple(dict.fromkeys(self.writers)))
-        for name in ("out", "init_from", "cache"):
-            path = getattr(self, name)
-            if path == "":
-                raise UserError(f"{name}={path!r} names no folder.")
-            if path is not None and name != "cache":
-                object.__setattr__(self, name, str(expand_user(path)))
-
-    def _require_batch(self) -> None:
-        """Raises unless there can be batches of these sizes."""
         context = getattr(self.model, "context", self.sequence_length)
         if self.sequence_length > context:
             raise UserError(
@@ -148,6 +128,22 @@ class TrainConfig:
                 f"gradient_accumulation_steps={self.gradient_accumulation_steps} equal "
                 "microbatches. Make it a multiple."
             )
+        dtype = jnp.dtype(self.model.param_dtype)
+        if self.optimizer.correct_params and dtype != jnp.bfloat16:
+            raise UserError(
+                f"optimizer.correct_params=True corrects parameters in BF16, and model.param_dtype="
+                f"{dtype.name}. Set --param_dtype bfloat16, or leave correct_params out."
+            )
+        if self.optimizer.release_gradients:
+            self._require_releasable()
+        self._require_metrics()
+        object.__setattr__(self, "writers", tuple(dict.fromkeys(self.writers)))
+        for name in ("out", "init_from", "cache"):
+            path = getattr(self, name)
+            if path == "":
+                raise UserError(f"{name}={path!r} names no folder.")
+            if path is not None and name != "cache":
+                object.__setattr__(self, name, str(expand_user(path)))
 
     def _require_metrics(self) -> None:
         """Raises unless metrics are functions, under names that the trainer does not use."""

@@ -36,7 +36,7 @@ def test_an_interrupt_that_python_lost_is_raised_again():
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_signal_that_nohup_ignores_stays_ignored(monkeypatch):
+def test_a_signal_that_nohup_ignores_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with Stop() as stop:
