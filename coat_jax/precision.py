@@ -105,7 +105,7 @@ class Precision:
 
 
 def _format(name: str, value: DTypeLike | Minifloat) -> Any:
-    """The FP8 dtype or the `Minifloat` of a field; raises if it cannot be one."""
+    """Returns the FP8 dtype or the `Minifloat` of a field; raises if it cannot be one."""
     fmt = named_format(value)
     try:
         if not isinstance(fmt, Minifloat):
@@ -147,7 +147,7 @@ PRESETS = {
 
 
 def precision_of(name: str | Precision) -> Precision:
-    """The preset of this name, in any case; a Precision passes through."""
+    """Returns the preset of this name, in any case; a Precision passes through."""
     if isinstance(name, Precision):
         return name
     try:

@@ -103,20 +103,20 @@ class Storage:
         return any(isinstance(dtype, Minifloat) for dtype in (self.first, self.second))
 
     def quantizes(self, shape: tuple[int, ...]) -> bool:
-        """Whether a leaf of this shape is stored in 8 bits; see the rule above."""
+        """Returns whether a leaf of this shape is stored in 8 bits; see the rule above."""
         if self.min_size == 0:
             return True
         return math.prod(shape) >= self.min_size and (shape or (1,))[-1] >= MIN_COLUMNS
 
     def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of `amax` and `k16` of a leaf."""
+        """Returns the shape of `amax` and `k16` of a leaf."""
         scales = scales_shape(shape, self.group_size)
         if self.quantizes(shape):
             return scales
         return placeholder_shape(scales)
 
     def read(self, stored: Expanded, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
-        """The FP32 values of one leaf; for a first moment in `DIRECTION`, its directions.
+        """Returns the FP32 values of one leaf; for a first moment in `DIRECTION`, its directions.
 
         Args:
             stored: the leaf.
@@ -132,7 +132,7 @@ class Storage:
     def read_moments(
         self, mu: Expanded, nu: Expanded
     ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-        """Both moments of Adam."""
+        """Returns both moments of Adam."""
         m, v = self.read(mu, self.first), self.read(nu, self.second)
         if mu.codes.dtype == DIRECTION:
             m = m * self._root(v, nu)
@@ -209,7 +209,7 @@ class Storage:
         b1: float | Array,
         b2: float | Array,
     ) -> Expanded:
-        """A first moment in FP8, or directions."""
+        """Returns a first moment in FP8, or directions."""
         size = self.group_size
         if self.first == DIRECTION:
             below = stochastic_below(b1, b2)
@@ -225,8 +225,9 @@ class Storage:
         return mu
 
     def rounding_of_first(self, b1: float | Array) -> Rounding:
-        """How a first moment that decays by b1 is rounded; for directions see `stochastic_below`.
+        """Returns how a first moment that decays by b1 is rounded.
 
+        Large codes of a direction are rounded to nearest all the same: see `stochastic_below`.
         A traced b1 counts as a slow decay: the Triton kernel then rounds stochastically, which is
         right for any b1. The XLA path chooses by the value of b1 when the program runs.
         """
@@ -237,18 +238,18 @@ class Storage:
         return "dithered" if self._decays_fast(b1) else "stochastic"
 
     def _decays_fast(self, b1: float | Array) -> bool | Array:
-        """Whether every normal code decays by itself when it is rounded to nearest.
+        """Returns whether every normal code decays by itself when it is rounded to nearest.
 
         The second code of a binade loses the smallest share of its distance to the next one.
         """
         return (2 ** format_of(self.first).mantissa_bits + 1) * (1 - b1) >= MIN_DECAY
 
     def rounding_of_second(self) -> Rounding:
-        """How a second moment is rounded."""
+        """Returns how a second moment is rounded."""
         return "stochastic" if self.stochastic else "nearest"
 
     def smallest_second(self, stored: Expanded) -> Float[Array, "..."]:
-        """The smallest positive number that the group of each second moment can hold."""
+        """Returns the smallest positive number that the group of each second moment can hold."""
         if stored.codes.dtype == jnp.float32:
             return jnp.zeros([], jnp.float32)
         smallest = stored.amax * self.resolution_of_second()
@@ -257,7 +258,7 @@ class Storage:
         return join_groups(per_element, stored.codes.shape)
 
     def resolution_of_second(self) -> float:
-        """The smallest non-zero second moment that a group can hold if its largest is 1."""
+        """Returns the smallest non-zero second moment that a group can hold if its largest is 1."""
         if self.second == LOGARITHM:
             return logarithms.FIT.resolution
         return expansion.resolution(self.second, self.rounding_of_second())
@@ -274,7 +275,7 @@ _CODERS = {jnp.dtype(DIRECTION): integers, jnp.dtype(LOGARITHM): logarithms}
 
 
 def placeholder_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a small, unused array that can be sharded like an array of this shape."""
+    """Returns the shape of a small, unused array that can be sharded like this shape."""
     return tuple(math.gcd(size, DIVISIBLE_BY) if size else 0 for size in shape)
 
 

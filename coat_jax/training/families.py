@@ -19,7 +19,7 @@ from coat_jax.validation import shown
 
 
 class Family(NamedTuple):
-    """What the trainer needs of a kind of model.
+    """A kind of model.
 
     Attributes:
         module: the class of the model.
@@ -55,7 +55,7 @@ FAMILIES = {
 
 
 def name_of(config: Any) -> str:
-    """The name of the family that a model's config belongs to."""
+    """Returns the name of the family that a model's config belongs to."""
     for name, family in FAMILIES.items():
         if type(config) is family.config:
             return name
@@ -67,12 +67,12 @@ def name_of(config: Any) -> str:
 
 
 def family_of(config: Any) -> Family:
-    """The family that a model's config belongs to."""
+    """Returns the family that a model's config belongs to."""
     return FAMILIES[name_of(config)]
 
 
 def from_json(data: Any, where: str) -> ModelConfig:
-    """The config of a model from its JSON, which names the family."""
+    """Returns the config of a model from its JSON, which names the family."""
     fields = dict(data) if isinstance(data, dict) else {}
     name = fields.pop("family", None)
     if name not in FAMILIES:

@@ -6,7 +6,6 @@ over labels, so it does not depend on the number of microbatches.
 
 import itertools
 import math
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -40,18 +39,15 @@ class Evaluation:
         )
 
     def measure(self, params: Any) -> tuple[float, dict[str, float]]:
-        """The mean loss over all labels of the held-out batches, and means of its statistics."""
+        """Returns the mean loss over all labels of the batches, and means of its statistics."""
         self._data.restore(self._beginning)
         found = []
-        for part in self._microbatches():
-            found.append(self._step(params, place(part, self._mesh, microbatches=1)))
+        for batch in itertools.islice(self._data, self._batches):
+            for part in range(self._accumulation):
+                rows = jax.tree.map(lambda a, i=part: np.split(a, self._accumulation)[i], batch)
+                found.append(self._step(params, place(rows, self._mesh, microbatches=1)))
         self._data.close()  # stop reading ahead
         # In FP64, whatever the number of microbatches.
         sums = jax.tree.map(lambda *parts: math.fsum(map(float, parts)), *found)
         statistics = {name: total / sums.count for name, total in sums.statistics.items()}
         return sums.sum / sums.count, statistics
-
-    def _microbatches(self) -> Iterator[Any]:
-        for batch in itertools.islice(self._data, self._batches):
-            for part in range(self._accumulation):
-                yield jax.tree.map(lambda a, i=part: np.split(a, self._accumulation)[i], batch)

@@ -82,7 +82,7 @@ def train(config: TrainConfig, console: "Console | None" = None) -> Outcome:
 
 
 class _Run:
-    """What the steps of a run need; the checks that may refuse the run come first."""
+    """A run and the parts that its steps need, opened after the checks that may refuse it."""
 
     def __init__(
         self, config: TrainConfig, mesh: Mesh, console: "Console", stack: contextlib.ExitStack
@@ -168,7 +168,7 @@ class _Run:
                 recorder.pause(self.step)
             if self.metrics.failure is not None:
                 self.stop.request()
-            stopped = self.stop.requested()
+            stopped = self.stop.is_requested()
             evaluates = _is_due(self.step, config.evaluation.every, config.total_steps)
             saves = stopped or _is_due(self.step, config.checkpoint.every, config.total_steps)
             if not evaluates and not saves:
@@ -208,7 +208,7 @@ def _say(console: "Console", text: str) -> None:
 def _compile_telemetry(
     setup: TrainSetup, say: Callable[[str], None], example: Any
 ) -> Telemetry | None:
-    """The telemetry of a run; None if nothing of it is in 8 bits."""
+    """Returns the telemetry of a run; None if nothing of it is in 8 bits."""
     begin = time.perf_counter()
     config, mesh, _, graph, abstract = setup
     telemetry = Telemetry(config, graph, abstract, mesh, example)

@@ -27,7 +27,7 @@ from coat_jax.validation import shown
 
 
 def make_optimizer(config: TrainConfig) -> FusedOptimizer:
-    """The optimizer that the config names."""
+    """Returns the optimizer that the config names."""
     optimizer = _on_device(config)
     if config.optimizer.offload:
         optimizer = in_host_memory(optimizer)
@@ -50,7 +50,7 @@ def _on_device(config: TrainConfig) -> FusedOptimizer:
         "b2": chosen.b2,
         "eps": chosen.eps,
         "weight_decay": chosen.weight_decay,
-        "mask": partial(decayed, config),
+        "mask": partial(decay_mask, config),
     }
     if chosen.name == "adamw":
         return in_place(optax.adamw(**adamw), **rounding, seed=config.seed)
@@ -58,7 +58,7 @@ def _on_device(config: TrainConfig) -> FusedOptimizer:
 
 
 def _transformation(given: Any, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """The config's transformation, or the one that its function makes from the schedule."""
+    """Returns the config's transformation, or the one that its function makes from the schedule."""
     if is_transformation(given):
         return given
     try:
@@ -95,7 +95,7 @@ def require_no_extra_args(optimizer: FusedOptimizer, params: Any, moments: Any) 
 
 
 def storage_of(config: TrainConfig) -> Storage:
-    """How "fp8_adamw" stores its moments."""
+    """Returns how "fp8_adamw" stores its moments."""
     formats = {
         "directions": Storage(),
         "expanded": Storage(first=E4M3, second=E4M3),
@@ -104,8 +104,8 @@ def storage_of(config: TrainConfig) -> Storage:
     return dataclasses.replace(formats[config.optimizer.moments], seed=config.seed)
 
 
-def decayed(config: TrainConfig, params: Any) -> Any:
-    """Which parameters decay: matrices do; the config says whether vectors and the embedding do."""
+def decay_mask(config: TrainConfig, params: Any) -> Any:
+    """Returns which parameters decay: matrices, and by the config vectors and the embedding."""
 
     def decays(path: Any, leaf: Any) -> bool:
         names = tuple(part.key for part in path if hasattr(part, "key"))

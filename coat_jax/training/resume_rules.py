@@ -28,7 +28,7 @@ TRANSFORMATION = "optimizer.transformation"  # another one may have a state with
 
 
 def to_json(value: Any) -> Any:
-    """A config, or a part of one, in JSON's types."""
+    """Returns a config, or a part of one, in JSON's types."""
     if dataclasses.is_dataclass(value) and not isinstance(value, Minifloat):
         family = {"family": name_of(value)} if isinstance(value, ModelConfig) else {}
         fields = dataclasses.fields(value)
@@ -45,7 +45,7 @@ def to_json(value: Any) -> Any:
 
 
 def changes(config: TrainConfig, saved: Mapping[str, Any], *, begun: bool = True) -> list[str]:
-    """What differs from the config that was saved, one line each.
+    """Returns what differs from the config that was saved, one line each.
 
     Args:
         config: of the run that resumes.
@@ -80,7 +80,7 @@ def _is_fixed(name: str) -> bool:
 
 
 def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf with its dotted name."""
+    """Yields every leaf with its dotted name."""
     if isinstance(tree, Mapping):
         for name, value in tree.items():
             yield from _flat(value, f"{prefix}.{name}" if prefix else name)

@@ -53,7 +53,7 @@ class RunFolder:
         self._lock: TextIO | None = None
 
     def begins(self) -> bool:
-        """Whether there is no checkpoint that the run would resume from."""
+        """Returns whether there is no checkpoint that the run would resume from."""
         return not self._config.resume or StepFolders(self.checkpoints).newest_record() is None
 
     def claim(self) -> list[str]:
@@ -104,7 +104,7 @@ class RunFolder:
         return lock(self.path, self._note)
 
     def _saved(self) -> dict[str, Any] | None:
-        """The config of the run in the folder; None if there is no run."""
+        """Returns the config of the run in the folder; None if there is no run."""
         saved = weights.config_in_checkpoint(self.path)
         path = self.path / weights.CONFIG
         if saved is None and path.is_file():

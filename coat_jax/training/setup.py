@@ -28,7 +28,7 @@ from coat_jax.training.config import TrainConfig
 from coat_jax.training.families import family_of
 from coat_jax.training.optimizer import make_optimizer, require_no_extra_args
 from coat_jax.training.report import accounting
-from coat_jax.training.step import State, dotted, releasing_step, split_trained, train_step
+from coat_jax.training.step import State, dotted_name, releasing_step, split_trained, train_step
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,7 +56,7 @@ class TrainSetup(NamedTuple):
     abstract: State
 
     def lower(self, example: Any = None) -> jax.stages.Lowered:
-        """The step, ready to compile: it donates the state, and returns it sharded as it was.
+        """Returns the step, ready to compile: it donates the state and keeps its sharding.
 
         Args:
             example: a row of a batch; by default the family's.
@@ -72,7 +72,7 @@ class TrainSetup(NamedTuple):
             return jitted.lower(self.abstract, abstract_batch(self.config, self.mesh, example))
 
     def new_state(self) -> State:
-        """The state before the first step, every device making or reading its own part."""
+        """Returns the state before the first step, every device making or reading its own part."""
         config, shardings = self.config, self._shardings()
         if config.init_from is None:
             module = family_of(config.model).module
@@ -122,7 +122,7 @@ def prepare(
 
 def _require_frozen(config: TrainConfig, params: Any, trained: Any) -> None:
     """Raises if `frozen` has a glob that matches nothing, or freezes everything."""
-    paths = [dotted(path) for path, _ in nnx.to_flat_state(params)]
+    paths = [dotted_name(path) for path, _ in nnx.to_flat_state(params)]
     for glob in config.frozen:
         if not fnmatch.filter(paths, glob):
             raise UserError(

@@ -49,7 +49,7 @@ def scale_of_stage(
     stages: int,
     norm_of_stage: Float[Array, ""],
 ) -> float | Float[Array, ""]:
-    """The factor that clips the gradients of a stage.
+    """Returns the factor that clips the gradients of a stage.
 
     If the norm of the step before is not known (in the first step) or not finite, each stage is
     clipped to an equal share of `clip_norm`, so that together they do not exceed `clip_norm`.

@@ -52,18 +52,18 @@ class State(NamedTuple):
 
 
 def split_trained(config: TrainConfig, params: Any) -> tuple[Any, Any]:
-    """The parameters that have gradients and moments, and the rest of a model's state."""
+    """Returns the parameters that have gradients and moments, and the rest of a model's state."""
 
     def is_trained(path: tuple[Any, ...], variable: Any) -> bool:
         is_param = issubclass(getattr(variable, "type", type(variable)), nnx.Param)
-        return is_param and not any(fnmatchcase(dotted(path), glob) for glob in config.frozen)
+        return is_param and not any(fnmatchcase(dotted_name(path), glob) for glob in config.frozen)
 
     trained, rest = nnx.split_state(params, is_trained, ...)
     return trained, rest
 
 
-def dotted(path: tuple[Any, ...]) -> str:
-    """The path of a parameter as `TrainConfig.frozen` names it."""
+def dotted_name(path: tuple[Any, ...]) -> str:
+    """Returns the path of a parameter as `TrainConfig.frozen` names it."""
     return ".".join(map(str, path))
 
 
@@ -92,7 +92,7 @@ class FinishedStep(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a step reports; the loss is from before the update."""
+    """The numbers of a step; the loss is from before the update."""
 
     loss: Float[Array, ""]
     gradient_norm: Float[Array, ""]  # before clipping
@@ -105,7 +105,7 @@ class Report(NamedTuple):
 def train_step(
     config: TrainConfig, graph: Any, optimizer: FusedOptimizer, state: State, batch: Any
 ) -> tuple[State, Report]:
-    """The next state, and how the step went.
+    """Returns the next state, and how the step went.
 
     Args:
         config: the run.
@@ -153,14 +153,14 @@ def releasing_step(
 def clip_or_skip(
     config: TrainConfig, norm: Float[Array, ""], loss: Float[Array, ""]
 ) -> tuple[float | Float[Array, ""], Bool[Array, ""]]:
-    """The factor that clips gradients of this norm, and whether to skip the step."""
+    """Returns the factor that clips gradients of this norm, and whether to skip the step."""
     max_norm = config.optimizer.clip_norm
     scale = 1.0 if max_norm is None else clip_scale(norm, max_norm)
     return scale, ~(jnp.isfinite(norm) & jnp.isfinite(loss))
 
 
 def _number(name: str, value: Any) -> Array:
-    """The value of one of the config's own metrics; raises unless it is a real number."""
+    """Returns the value of one of the config's own metrics; raises unless it is a real number."""
     dtype = getattr(value, "dtype", type(value))
     kinds = (jnp.floating, jnp.integer, jnp.bool_)
     if not any(jnp.issubdtype(dtype, kind) for kind in kinds) or jnp.shape(value):
@@ -169,26 +169,26 @@ def _number(name: str, value: Any) -> Array:
 
 
 def loss_of(graph: Any, rest: Any, trained: Any, microbatch: Any, evaluate: bool = False) -> Loss:
-    """The loss of a microbatch, whose arrays are [rows, ...]."""
+    """Returns the loss of a microbatch, whose arrays are [rows, ...]."""
     loss: Loss = nnx.merge(graph, trained, rest).loss(microbatch, evaluate=evaluate)
     return loss
 
 
 def held_out_step(graph: Any, params: Any, batch: Any) -> Loss:
-    """The loss of a batch of one microbatch, without what is only for training."""
+    """Returns the loss of a batch of one microbatch, without what is only for training."""
     loss = loss_of(graph, nnx.State({}), params, first_microbatch(batch), evaluate=True)
     return Loss(loss.sum, loss.count, loss.scalars)
 
 
 def first_microbatch(batch: Any) -> Any:
-    """The first microbatch, or the only one."""
+    """Returns the first microbatch, or the only one."""
     return jax.tree.map(lambda array: array[0], batch)
 
 
 def summed_gradients(
     loss: Callable[[Any, Any], Loss], params: Any, batch: Any
 ) -> tuple[Loss, Any, int | Array]:
-    """The loss of a batch, gradients, and the number to divide them by for those of the mean.
+    """Returns the loss of a batch, gradients, and what to divide them by for those of the mean.
 
     The gradients are sharded like the parameters. Those of several microbatches are sums. The
     optimizer's `grad_scale` divides them: here it would take another pass over memory.
@@ -218,7 +218,7 @@ def summed_gradients(
 
 
 def _after_step(graph: Any, trained: Any, rest: Any, statistics: Any, skip: Any) -> Any:
-    """The state without gradients after a step, which the model may update."""
+    """Returns the state without gradients after a step, which the model may update."""
     model = nnx.merge(graph, trained, rest)
     if not hasattr(model, "after_step"):
         return rest

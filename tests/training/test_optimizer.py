@@ -13,7 +13,7 @@ import coat_jax as coat
 from coat_jax import models
 from coat_jax.errors import UserError
 from coat_jax.training.config import OptimizerConfig
-from coat_jax.training.optimizer import decayed, make_optimizer
+from coat_jax.training.optimizer import decay_mask, make_optimizer
 from coat_jax.training.setup import prepare
 
 NAMES = ("adamw", "fp8_adamw")
@@ -113,7 +113,7 @@ def test_matrices_decay_and_the_config_decides_about_the_rest(scan, vectors, emb
     )
     _, params = models.abstract(config.model)
     found = {}
-    for path, decays in jax.tree.leaves_with_path(decayed(config, params)):
+    for path, decays in jax.tree.leaves_with_path(decay_mask(config, params)):
         keys = [str(key.key) for key in path if hasattr(key, "key")]
         found[keys[0] if keys[0] != "layers" else keys[-1]] = decays
     matrices = ("query", "key", "value", "out", "gate", "up", "down", "head")

@@ -15,7 +15,7 @@ from coat_jax.training import compilation_cache
 from coat_jax.training.config.optimizer import (
     OptimizerConfig,
     StepsOrShare,
-    in_steps,
+    count_steps,
     is_optimizer,
 )
 from coat_jax.training.config.parts import (
@@ -188,7 +188,7 @@ class TrainConfig:
     @property
     def steps_in_bf16(self) -> int:
         """How many of the first steps are in BF16."""
-        return in_steps(self.bf16_steps, self.total_steps)
+        return count_steps(self.bf16_steps, self.total_steps)
 
     @property
     def bf16_phase(self) -> "TrainConfig":
@@ -207,7 +207,7 @@ class TrainConfig:
 
 
 def in_bf16(config: TrainConfig) -> TrainConfig:
-    """The same run in BF16 with optax's AdamW, in another folder: what COAT is compared with."""
+    """Returns the run in BF16 with optax's AdamW, in another folder: the baseline of COAT."""
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, precision="bf16"),
