@@ -33,9 +33,8 @@ from coat_jax.training.step import State, dotted_name, releasing_step, split_tra
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Fields that a run sets for itself, whatever model it begins from.
-OF_THE_RUN = {"context", "scan", "remat", "param_dtype", "dtype", "precision", "z_loss"}
-OF_THE_RUN |= {"axes", "batch_axes"}
+# Fields of a model that a run sets for itself, whatever model it begins from.
+OF_THE_RUN = {"context", "z_loss", *(f.name for f in dataclasses.fields(models.ModelConfig))}
 
 
 class TrainSetup(NamedTuple):

@@ -30,6 +30,7 @@ from coat_jax.training.step import Report
 from coat_jax.writing import DiskFull
 
 STEPS = 8
+ALL = list(range(1, STEPS + 1))
 
 
 class Counting:
@@ -111,6 +112,10 @@ def records(config):
     return [json.loads(line) for line in lines]
 
 
+def steps(config):
+    return [record["step"] for record in records(config)]
+
+
 def saved(config):
     """The record.json of each checkpoint, by step."""
     folder = Path(config.out) / "checkpoints"
@@ -143,7 +148,7 @@ def test_a_signal_saves_and_stops(step, config):
     step.compiled.clear()
     assert train(config)[0].step == STEPS
     assert step.compiled == ["the step"]
-    assert [record["step"] for record in records(config)] == list(range(1, STEPS + 1))
+    assert steps(config) == ALL
     seen = dict(step.seen)
     train(replace(config, out=f"{config.out}_undisturbed"))
     assert step.seen == seen  # the same batches
@@ -160,7 +165,7 @@ def test_ctrl_c_ends_a_run_at_once_and_it_begins_anew_if_nothing_was_saved(step,
     assert saved(config) == {}
     step.after.clear()
     assert train(config)[0].step == STEPS
-    assert [record["step"] for record in records(config)] == list(range(1, STEPS + 1))
+    assert steps(config) == ALL
 
 
 @pytest.mark.parametrize("fits", [True, False])
@@ -182,13 +187,13 @@ def test_a_full_disk_saves_what_fits_and_nothing_is_lost(step, config, fits):
         pytest.raises(DiskFull, match=r"metrics\.jsonl does not fit"),
     ):
         train(config)
-    assert [record["step"] for record in records(config)] == [1, 2, 3, 4][: len(records(config))]
+    assert steps(config) == [1, 2, 3, 4][: len(steps(config))]
     last = max(saved(config))
     assert last in ((5, 6) if fits else (4,))
     step.after.clear()
     _, text = train(config)
     assert f"Resumes after step {last}" in text
-    assert [record["step"] for record in records(config)] == list(range(1, STEPS + 1))
+    assert steps(config) == ALL
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(step, config):
@@ -213,10 +218,14 @@ def test_a_run_resumes_without_the_folder_that_it_began_from(step, config, tmp_p
     shutil.rmtree(source)
     assert train(config)[0].step == STEPS
     step.compiled.clear()
+    another = replace(config, out=str(tmp_path / "another"))
     with pytest.raises(UserError, match="source"):
-        train(replace(config, out=str(tmp_path / "another")))
+        train(another)
+    shutil.rmtree(Path(config.out) / "checkpoints")
+    with pytest.raises(UserError, match="no checkpoint"):
+        train(replace(another, init_from=config.out))
     assert step.compiled == []
-    assert not (tmp_path / "another").exists()
+    assert not Path(another.out).exists()
 
 
 def test_a_complete_run_says_so_and_compiles_nothing_but_prunes(step, config, capsys):
@@ -279,4 +288,4 @@ def test_records_that_were_lost_are_noted(step, config, tmp_path):
         assert ("it has lost the records of" in text) == (lost is not None)
         assert (lost or "") in text
         expected = [*range(1, min(left, 4) + 1), *range(5, STEPS + 1)]
-        assert [record["step"] for record in records(copy)] == expected
+        assert steps(copy) == expected
