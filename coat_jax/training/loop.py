@@ -32,6 +32,7 @@ from coat_jax.training.report.recorder import Recorder
 from coat_jax.training.report.telemetry import Telemetry
 from coat_jax.training.run_folder import RunFolder
 from coat_jax.training.setup import TrainSetup, compile_steps, prepare, require_same_model
+from coat_jax.training.step import State
 from coat_jax.writing import NotWritten
 
 if TYPE_CHECKING:
@@ -113,17 +114,7 @@ class _Run:
         self.telemetry = None
         if config.telemetry.every and done < config.total_steps:
             self.telemetry = _compile_telemetry(setup, say, self.data.example)
-        resume = ResumeState()
-        if saved is None:
-            self.state = setup.new_state()
-        else:
-            step, self.state, extra = self.checkpoints.restore(setup.abstract)
-            resume = resume_state.from_json(step, extra)
-            self.data.restore(dict(resume.data))
-            self.checkpoints.prune()
-            say(f"Resumes after step {step:,} of {config.total_steps:,}.")
-            if step == config.total_steps:
-                say("The run is complete. To train it further, raise --total_steps.")
+        self.state, resume = self._begin(saved, say)
         self.step = resume.step
         self.metrics = Metrics(
             folder.path,
@@ -146,6 +137,20 @@ class _Run:
             skipped=int(self.state.skipped),
             seconds=resume.seconds,
         )
+
+    def _begin(self, saved: int | None, say: Callable[[str], None]) -> tuple[State, ResumeState]:
+        """Makes the first state, or restores the one that was saved after so many steps."""
+        total_steps = self.setup.config.total_steps
+        if saved is None:
+            return self.setup.new_state(), ResumeState()
+        step, state, extra = self.checkpoints.restore(self.setup.abstract)
+        resume = resume_state.from_json(step, extra)
+        self.data.restore(dict(resume.data))
+        self.checkpoints.prune()
+        say(f"Resumes after step {step:,} of {total_steps:,}.")
+        if step == total_steps:
+            say("The run is complete. To train it further, raise --total_steps.")
+        return state, resume
 
     def take_steps(self) -> Outcome:
         """Takes the steps that are left; evaluates and saves where that is due."""
