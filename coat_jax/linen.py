@@ -16,7 +16,7 @@ from coat_jax.precision import COAT, Precision, precision_of
 
 
 def dot_general_cls(precision: Precision | str = COAT) -> Callable[[], DotGeneral]:
-    """The `dot_general_cls` argument of Linen's Dense and DenseGeneral; see above for attention.
+    """Returns the `dot_general_cls` argument of Linen's Dense and DenseGeneral.
 
     Args:
         precision: a `coat.Precision`, or its name.

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def is_main() -> bool:
-    """Whether this is process 0, which alone writes what is written once."""
+    """Returns whether this is process 0, which alone writes what is written once."""
     return jax.process_index() == 0
 
 

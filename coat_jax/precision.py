@@ -105,7 +105,7 @@ class Precision:
 
 
 def _format(name: str, value: DTypeLike | Minifloat) -> Any:
-    """The FP8 dtype or the `Minifloat` of a field; raises if it cannot be one."""
+    """Returns the FP8 dtype or the `Minifloat` of a field; raises if it cannot be one."""
     fmt = named_format(value)
     try:
         if not isinstance(fmt, Minifloat):
@@ -134,15 +134,7 @@ FP8_LINEAR = Precision(block=None)
 COAT = Precision()
 COAT_LEAN = Precision(attention_block=16)
 COAT_INT8 = Precision(int8_forward=True)
-COAT_PAPER = Precision(
-    fp8_linear=True,
-    forward=E4M3,
-    backward=E5M2,
-    block=16,
-    attention_block=None,
-    exact_forward=False,
-    stochastic=False,
-)
+COAT_PAPER = Precision(exact_forward=False, stochastic=False)
 
 PRESETS = {
     "bf16": BF16,
@@ -155,7 +147,7 @@ PRESETS = {
 
 
 def precision_of(name: str | Precision) -> Precision:
-    """The preset of this name, in any case; a Precision passes through."""
+    """Returns the preset of this name, in any case; a Precision passes through."""
     if isinstance(name, Precision):
         return name
     try:

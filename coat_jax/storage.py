@@ -35,6 +35,7 @@ For experiments with other formats, both may be a `Minifloat` of up to 7 mantiss
 as in `Storage(first="E2M5", second="UE4M4")`. XLA simulates these: codes take two bytes.
 """
 
+import contextlib
 import dataclasses
 import math
 from typing import Annotated, Any
@@ -102,20 +103,20 @@ class Storage:
         return any(isinstance(dtype, Minifloat) for dtype in (self.first, self.second))
 
     def quantizes(self, shape: tuple[int, ...]) -> bool:
-        """Whether a leaf of this shape is stored in 8 bits; see the rule above."""
+        """Returns whether a leaf of this shape is stored in 8 bits; see the rule above."""
         if self.min_size == 0:
             return True
         return math.prod(shape) >= self.min_size and (shape or (1,))[-1] >= MIN_COLUMNS
 
     def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of `amax` and `k16` of a leaf."""
+        """Returns the shape of `amax` and `k16` of a leaf."""
         scales = scales_shape(shape, self.group_size)
         if self.quantizes(shape):
             return scales
         return placeholder_shape(scales)
 
     def read(self, stored: Expanded, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
-        """The FP32 values of one leaf; for a first moment in `DIRECTION`, its directions.
+        """Returns the FP32 values of one leaf; for a first moment in `DIRECTION`, its directions.
 
         Args:
             stored: the leaf.
@@ -131,7 +132,7 @@ class Storage:
     def read_moments(
         self, mu: Expanded, nu: Expanded
     ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-        """Both moments of Adam."""
+        """Returns both moments of Adam."""
         m, v = self.read(mu, self.first), self.read(nu, self.second)
         if mu.codes.dtype == DIRECTION:
             m = m * self._root(v, nu)
@@ -179,14 +180,8 @@ class Storage:
             for_v, for_m = noise.uniform_pair(key, v.shape, run=self.group_size)
         nu = self._write_second(v, for_v)
         if self.first == DIRECTION:
-            mu = integers.encode(
-                m / self._root(v, nu),
-                group_size=self.group_size,
-                noise=for_m,
-                stochastic_below=stochastic_below(b1, b2),
-            )
-            return mu, nu
-        return self._write_first(m, for_m, b1), nu
+            m = m / self._root(v, nu)
+        return self._write_first(m, for_m, b1, b2), nu
 
     def write_momentum(
         self, m: Float[Array, "..."], key: UInt32[Array, ""], b: float | Array
@@ -195,14 +190,7 @@ class Storage:
         if not self.quantizes(m.shape):
             return self._in_fp32(m)
         for_m = noise.uniform(key, m.shape, run=self.group_size) if self.stochastic else None
-        if self.first != DIRECTION:
-            return self._write_first(m, for_m, b)
-        return integers.encode(
-            m,
-            group_size=self.group_size,
-            noise=for_m,
-            stochastic_below=stochastic_below(b, 1.0),
-        )
+        return self._write_first(m, for_m, b, 1.0)
 
     def _root(self, v: Float[Array, "..."], nu: Expanded) -> Float[Array, "..."]:
         """sqrt(v), with at least the smallest number that the groups of `nu` can hold."""
@@ -215,10 +203,17 @@ class Storage:
         return expansion.encode(v, self.second, group_size=self.group_size, noise=for_v)
 
     def _write_first(
-        self, m: Float[Array, "..."], for_m: Float[Array, "..."] | None, b1: float | Array
+        self,
+        m: Float[Array, "..."],
+        for_m: Float[Array, "..."] | None,
+        b1: float | Array,
+        b2: float | Array,
     ) -> Expanded:
-        """A first moment in FP8."""
+        """Returns a first moment in FP8, or directions."""
         size = self.group_size
+        if self.first == DIRECTION:
+            below = stochastic_below(b1, b2)
+            return integers.encode(m, group_size=size, noise=for_m, stochastic_below=below)
         if for_m is None:
             return expansion.encode(m, self.first, group_size=size)
         if self.rounding_of_first(b1) == "dithered":
@@ -230,8 +225,9 @@ class Storage:
         return mu
 
     def rounding_of_first(self, b1: float | Array) -> Rounding:
-        """How a first moment that decays by b1 is rounded; for directions see `stochastic_below`.
+        """Returns how a first moment that decays by b1 is rounded.
 
+        Large codes of a direction are rounded to nearest all the same: see `stochastic_below`.
         A traced b1 counts as a slow decay: the Triton kernel then rounds stochastically, which is
         right for any b1. The XLA path chooses by the value of b1 when the program runs.
         """
@@ -242,18 +238,18 @@ class Storage:
         return "dithered" if self._decays_fast(b1) else "stochastic"
 
     def _decays_fast(self, b1: float | Array) -> bool | Array:
-        """Whether every normal code decays by itself when it is rounded to nearest.
+        """Returns whether every normal code decays by itself when it is rounded to nearest.
 
         The second code of a binade loses the smallest share of its distance to the next one.
         """
         return (2 ** format_of(self.first).mantissa_bits + 1) * (1 - b1) >= MIN_DECAY
 
     def rounding_of_second(self) -> Rounding:
-        """How a second moment is rounded."""
+        """Returns how a second moment is rounded."""
         return "stochastic" if self.stochastic else "nearest"
 
     def smallest_second(self, stored: Expanded) -> Float[Array, "..."]:
-        """The smallest positive number that the group of each second moment can hold."""
+        """Returns the smallest positive number that the group of each second moment can hold."""
         if stored.codes.dtype == jnp.float32:
             return jnp.zeros([], jnp.float32)
         smallest = stored.amax * self.resolution_of_second()
@@ -262,7 +258,7 @@ class Storage:
         return join_groups(per_element, stored.codes.shape)
 
     def resolution_of_second(self) -> float:
-        """The smallest non-zero second moment that a group can hold if its largest is 1."""
+        """Returns the smallest non-zero second moment that a group can hold if its largest is 1."""
         if self.second == LOGARITHM:
             return logarithms.FIT.resolution
         return expansion.resolution(self.second, self.rounding_of_second())
@@ -279,7 +275,7 @@ _CODERS = {jnp.dtype(DIRECTION): integers, jnp.dtype(LOGARITHM): logarithms}
 
 
 def placeholder_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a small, unused array that can be sharded like an array of this shape."""
+    """Returns the shape of a small, unused array that can be sharded like this shape."""
     return tuple(math.gcd(size, DIVISIBLE_BY) if size else 0 for size in shape)
 
 
@@ -304,11 +300,9 @@ def _format(field: str, dtype: DTypeLike | Minifloat, own: DTypeLike | None) -> 
             raise ValueError(f"{field}={dtype.name!r} has no sign, and first moments have both.")
         return dtype
     for known in (E4M3, E5M2) if own is None else (own, E4M3, E5M2):
-        try:
+        with contextlib.suppress(TypeError):  # not a dtype
             if dtype is not None and jnp.dtype(dtype) == known:
                 return known
-        except TypeError:
-            pass
     use = simulated = ""
     if own is not None:
         use = f"jnp.{jnp.dtype(own).name}, "

@@ -25,8 +25,8 @@ from coat_jax.training.cluster.mesh import make_mesh
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.config_files import load_config
 from coat_jax.training.loop import train
-from coat_jax.training.preparation import prepare
 from coat_jax.training.report import accounting, plot
+from coat_jax.training.setup import prepare
 from experiments import records
 
 RUNS = {"BF16": "llama_tiny:bf16", "COAT": "llama_tiny"}

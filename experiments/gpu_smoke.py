@@ -21,7 +21,7 @@ from coat_jax.training.cluster.mesh import make_mesh
 from coat_jax.training.compilation_cache import use_cache
 from coat_jax.training.config import MeshConfig, OptimizerConfig, TrainConfig
 from coat_jax.training.config_files import load_config
-from coat_jax.training.preparation import prepare
+from coat_jax.training.setup import prepare
 from experiments.layers import Sizes, in_jax
 from experiments.random_batch import random_batch
 from experiments.timing import median_ms

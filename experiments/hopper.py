@@ -24,9 +24,9 @@ from coat_jax.optax.states import sharding
 from coat_jax.optax.states.host_memory import KIND
 from coat_jax.training.cluster.mesh import NAMES, batch_parts
 from coat_jax.training.config import TrainConfig
-from coat_jax.training.preparation import prepare
 from coat_jax.training.report import accounting
-from coat_jax.training.state import State
+from coat_jax.training.setup import prepare
+from coat_jax.training.step import State
 
 # Without a GPU XLA does not time its choices, and would take its own Triton GEMMs. It also merges
 # small products that share an operand; those of larger models it leaves apart.

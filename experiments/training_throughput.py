@@ -177,8 +177,8 @@ def measure(options: argparse.Namespace, trace: Path | None = None) -> Case:
     from coat_jax.training.cluster.mesh import batch_parts, make_mesh
     from coat_jax.training.config import MeshConfig, OptimizerConfig, TrainConfig
     from coat_jax.training.config_files import load_config
-    from coat_jax.training.preparation import prepare
     from coat_jax.training.report import accounting
+    from coat_jax.training.setup import prepare
     from experiments.random_batch import random_batch
 
     communication.use_one_queue(offload=case["offloaded"])

@@ -66,11 +66,9 @@ INSIDE = {
         ("fields",),
         ("cluster", "config_files", "overrides", "resume_rules", "schedule", "stages"),
         ("checkpoint", "compiler_options", "optimizer"),
-        ("state",),
         ("step",),
-        ("preparation",),
         ("held_out", "report"),
-        ("programs", "run_folder"),
+        ("run_folder", "setup"),
         ("loop",),
     ],
 }

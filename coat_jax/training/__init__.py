@@ -7,9 +7,9 @@ config, fields            what a run is, and what its fields are
 config_files, overrides   configs from files and the command line
 data/                     where tokens come from
 schedule, optimizer       the learning rate; AdamW in 8 bits or FP32, or any optax transformation
-state, step               what is trained, and one step of it
 stages                    clipping in a backward pass that frees gradients as it goes
-preparation, programs     what steps are compiled from, and the compiled steps
+step                      the state of a run, and one step of training
+setup                     what steps are compiled from, the first state, and the compiled steps
 loop                      the run: config -> mesh -> data -> state -> steps
 cluster/                  many devices and processes as one
 checkpoint/               states and weights on disk

@@ -22,7 +22,7 @@ NO_TRITON_GEMM: Options = {"xla_gpu_enable_triton_gemm": False}
 
 
 def compiler_options(config: TrainConfig, mesh: Mesh) -> Options:
-    """The options for the programs of a run; what XLA_FLAGS already sets is left as it is there."""
+    """Returns the options for the programs of a run, except those that XLA_FLAGS sets."""
     options = communication_options(mesh)
     if mesh.devices.flat[0].platform in ("gpu", "cuda"):
         if config.optimizer.offload:

@@ -19,7 +19,7 @@ from coat_jax.validation import brief
 
 
 class Family(NamedTuple):
-    """A kind of models, as the trainer needs it.
+    """A kind of model.
 
     Attributes:
         module: the class of the model.
@@ -60,7 +60,7 @@ FAMILIES = {
 
 
 def name_of(config: Any) -> str:
-    """The name of the family that a model's config belongs to."""
+    """Returns the name of the family that a model's config belongs to."""
     for name, family in FAMILIES.items():
         if type(config) is family.config:
             return name
@@ -72,7 +72,7 @@ def name_of(config: Any) -> str:
 
 
 def family_of(config: Any) -> Family:
-    """The family that a model's config belongs to."""
+    """Returns the family that a model's config belongs to."""
     return FAMILIES[name_of(config)]
 
 
@@ -92,7 +92,7 @@ def hf_named_in(config_json: Mapping[str, Any]) -> Any:
 
 
 def from_json(data: Any, where: str) -> ModelConfig:
-    """The config of a model from its JSON, which names the family."""
+    """Returns the config of a model from its JSON, which names the family."""
     fields = dict(data) if isinstance(data, dict) else {}
     name = fields.pop("family", None)
     if name not in FAMILIES:

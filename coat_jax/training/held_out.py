@@ -6,9 +6,7 @@ over labels, so it does not depend on the number of microbatches.
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -23,13 +21,7 @@ from coat_jax.training.step import held_out_step
 
 
 class Evaluation:
-    """Held-out data and the function that is evaluated on it, compiled at its first use.
-
-    Attributes:
-        statistics: the means of the statistics that the model's loss returned last.
-    """
-
-    statistics: Mapping[str, float] = MappingProxyType({})
+    """Held-out data and the function that is evaluated on it, compiled at its first use."""
 
     def __init__(self, config: TrainConfig, graph: Any, mesh: Mesh):
         self._mesh = mesh
@@ -46,19 +38,16 @@ class Evaluation:
             partial(held_out_step, graph), compiler_options=compiler_options(config, mesh)
         )
 
-    def loss(self, params: Any) -> float:
-        """The mean over all labels of the held-out batches."""
+    def measure(self, params: Any) -> tuple[float, dict[str, float]]:
+        """Returns the mean loss over all labels of the batches, and means of its statistics."""
         self._data.restore(self._beginning)
         found = []
-        for part in self._microbatches():
-            found.append(self._step(params, place(part, self._mesh, microbatches=1)))
+        for batch in itertools.islice(self._data, self._batches):
+            for part in range(self._accumulation):
+                rows = jax.tree.map(lambda a, i=part: np.split(a, self._accumulation)[i], batch)
+                found.append(self._step(params, place(rows, self._mesh, microbatches=1)))
         self._data.close()  # stop reading ahead
         # In FP64, whatever the number of microbatches.
         sums = jax.tree.map(lambda *parts: math.fsum(map(float, parts)), *found)
-        self.statistics = {name: of / sums.count for name, of in sums.statistics.items()}
-        return float(sums.sum / sums.count)
-
-    def _microbatches(self) -> Iterator[Any]:
-        for batch in itertools.islice(self._data, self._batches):
-            for part in range(self._accumulation):
-                yield jax.tree.map(lambda a, i=part: np.split(a, self._accumulation)[i], batch)
+        statistics = {name: total / sums.count for name, total in sums.statistics.items()}
+        return sums.sum / sums.count, statistics

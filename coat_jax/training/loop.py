@@ -24,17 +24,15 @@ from coat_jax.training.cluster.mesh import batch_parts, make_mesh, require_fitti
 from coat_jax.training.cluster.stop import Stop
 from coat_jax.training.compilation_cache import use_cache
 from coat_jax.training.config import TrainConfig
-from coat_jax.training.data import Loader
 from coat_jax.training.held_out import Evaluation
-from coat_jax.training.preparation import Prepared, prepare
-from coat_jax.training.programs import Programs
 from coat_jax.training.report import accounting
 from coat_jax.training.report.metrics import Metrics, require_installed
 from coat_jax.training.report.progress import Progress
 from coat_jax.training.report.recorder import Recorder
 from coat_jax.training.report.telemetry import Telemetry
 from coat_jax.training.run_folder import RunFolder
-from coat_jax.training.state import State, require_same_model
+from coat_jax.training.setup import TrainSetup, compile_steps, prepare, require_same_model
+from coat_jax.training.step import State
 from coat_jax.writing import NotWritten
 
 if TYPE_CHECKING:
@@ -74,47 +72,51 @@ def train(config: TrainConfig, console: "Console | None" = None) -> Outcome:
     with (
         jax.set_mesh(mesh),
         accounting.explaining_out_of_memory(config, batch_parts=batch_parts(mesh)),
+        contextlib.ExitStack() as stack,
     ):
-        return _train(config, mesh, console)
+        run = _Run(config, mesh, console, stack)
+        try:
+            return run.take_steps()
+        except NotWritten as error:
+            # The disk that was full for the records is so for the checkpoint of this stop, too.
+            raise (run.metrics.failure or error) from error.__cause__
 
 
-def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
-    """Prepares the run, with the checks that may refuse it first, and takes the steps."""
-    say = partial(_say, console)
-    folder = RunFolder(config, note=say)
-    if folder.begins():
-        require_same_model(config)
-    run_on_main(lambda: require_installed(config.writers))
-    data = open_data(config, mesh, "train")
-    prepared = prepare(config, mesh)
-    evaluation = Evaluation(config, prepared.graph, mesh) if config.evaluation.every else None
-    with contextlib.ExitStack() as stack:
-        stack.callback(data.close)
+class _Run:
+    """A run and the parts that its steps need, opened after the checks that may refuse it."""
+
+    def __init__(
+        self, config: TrainConfig, mesh: Mesh, console: "Console", stack: contextlib.ExitStack
+    ) -> None:
+        say = partial(_say, console)
+        folder = RunFolder(config, note=say)
+        if folder.begins():
+            require_same_model(config)
+        run_on_main(lambda: require_installed(config.writers))
+        self.data = open_data(config, mesh, "train")
+        stack.callback(self.data.close)
+        self.setup = setup = prepare(config, mesh)
+        self.evaluation = Evaluation(config, setup.graph, mesh) if config.evaluation.every else None
         stack.callback(folder.release)
         for change in run_on_main(folder.claim):
             say(f"Continues with a changed config: {change}.")
-        say(f"Trains on {data.description}.")
+        say(f"Trains on {self.data.description}.")
         # A stop requested during compilation takes effect after the first step.
-        stop = stack.enter_context(Stop())
+        self.stop = stack.enter_context(Stop())
         retention = {"keep": config.checkpoint.keep, "keep_best": config.checkpoint.keep_best}
-        checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, **retention, note=say))
-        saved = checkpoints.require_like(prepared.abstract)
-        run_on_main(lambda: folder.write_config(end_of_text=data.end_of_text))
-        programs = Programs(prepared, console, example=data.example, done=saved or 0)
-        telemetry = None
-        if config.telemetry.every and (saved or 0) < config.total_steps:
-            telemetry = _compile_telemetry(prepared, say, data.example)
-        resume = ResumeState()
-        if saved is None:
-            state = prepared.new_state()
-        else:
-            step, state, extra = checkpoints.restore(prepared.abstract)
-            resume = resume_state.from_json(step, extra)
-            data.restore(dict(resume.data))
-            say(f"Resumes after step {step:,} of {config.total_steps:,}.")
-            if step == config.total_steps:
-                say("The run is complete. To train it further, raise --total_steps.")
-        metrics = Metrics(
+        self.checkpoints = stack.enter_context(
+            Checkpoints(folder.checkpoints, **retention, note=say)
+        )
+        saved = self.checkpoints.require_like(setup.abstract)
+        done = saved or 0
+        run_on_main(lambda: folder.write_config(end_of_text=self.data.end_of_text))
+        self.programs = compile_steps(setup, console, example=self.data.example, done=done)
+        self.telemetry = None
+        if config.telemetry.every and done < config.total_steps:
+            self.telemetry = _compile_telemetry(setup, say, self.data.example)
+        self.state, resume = self._begin(saved, say)
+        self.step = resume.step
+        self.metrics = Metrics(
             folder.path,
             writers=config.writers,
             config=resume_rules.to_json(config),
@@ -123,82 +125,84 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
             unwritten=resume.unwritten,
             note=say,
         )
-        stack.callback(metrics.close)
+        stack.callback(self.metrics.close)
         progress = Progress(console, steps=config.total_steps, done=resume.step)
         stack.enter_context(progress)
-        recorder = Recorder(
+        self.recorder = Recorder(
             config,
             mesh,
-            metrics,
+            self.metrics,
             progress,
             step=resume.step,
-            skipped=int(state.skipped),
+            skipped=int(self.state.skipped),
             seconds=resume.seconds,
         )
-        run = Components(
-            prepared, programs, data, evaluation, telemetry, checkpoints, metrics, recorder, stop
-        )
-        try:
-            return _take_steps(run, resume.step, state)
-        except NotWritten as error:
-            # The disk that was full for the records is so for the checkpoint of this stop, too.
-            raise (metrics.failure or error) from error.__cause__
 
+    def _begin(self, saved: int | None, say: Callable[[str], None]) -> tuple[State, ResumeState]:
+        """Makes the first state, or restores the one that was saved after so many steps."""
+        total_steps = self.setup.config.total_steps
+        if saved is None:
+            return self.setup.new_state(), ResumeState()
+        step, state, extra = self.checkpoints.restore(self.setup.abstract)
+        resume = resume_state.from_json(step, extra)
+        self.data.restore(dict(resume.data))
+        say(f"Resumes after step {step:,} of {total_steps:,}.")
+        if step == total_steps:
+            say("The run is complete. To train it further, raise --total_steps.")
+        return state, resume
 
-class Components(NamedTuple):
-    """What the steps of a run need."""
-
-    prepared: Prepared
-    programs: Programs
-    data: Loader
-    evaluation: Evaluation | None
-    telemetry: Telemetry | None
-    checkpoints: Checkpoints
-    metrics: Metrics
-    recorder: Recorder
-    stop: Stop
-
-
-def _take_steps(run: Components, step: int, state: State) -> Outcome:
-    """Takes the steps after `step`; evaluates and saves where that is due."""
-    config, recorder, telemetry = run.prepared.config, run.recorder, run.telemetry
-    held_out: float | None = None
-    stopped = False
-    while step < config.total_steps and not stopped:
-        microbatches = config.gradient_accumulation_steps
-        batch = place(next(run.data), run.prepared.mesh, microbatches=microbatches)
-        if telemetry is not None:
-            telemetry.begin(step + 1, state, batch)
-        state, report = run.programs.after(step)(state, batch)
-        step += 1
-        recorder.take(step, report)
-        if telemetry is not None and (numbers := telemetry.end(step, state, report)):
+    def take_steps(self) -> Outcome:
+        """Takes the steps that are left; evaluates and saves where that is due."""
+        config, recorder, telemetry = self.setup.config, self.recorder, self.telemetry
+        program: Any = None
+        held_out: float | None = None
+        stopped = False
+        while self.step < config.total_steps and not stopped:
+            program = self.programs.pop(self.step, program)
+            microbatches = config.gradient_accumulation_steps
+            batch = place(next(self.data), self.setup.mesh, microbatches=microbatches)
+            if telemetry is not None:
+                telemetry.begin(self.step + 1, self.state, batch)
+            self.state, report = program(self.state, batch)
+            self.step += 1
+            recorder.take(self.step, report)
+            if telemetry is not None and (numbers := telemetry.end(self.step, self.state, report)):
+                recorder.flush()
+                recorder.take_telemetry(self.step, numbers, telemetry.warning(numbers))
+                recorder.pause(self.step)
+            if self.metrics.failure is not None:
+                self.stop.request()
+            stopped = self.stop.is_requested()
+            evaluates = _is_due(self.step, config.evaluation.every, config.total_steps)
+            saves = stopped or _is_due(self.step, config.checkpoint.every, config.total_steps)
+            if not evaluates and not saves:
+                continue
             recorder.flush()
-            recorder.take_telemetry(step, numbers, telemetry.warning(numbers))
-            recorder.pause(step)
-        if run.metrics.failure is not None:
-            run.stop.request()
-        stopped = run.stop.requested()
-        evaluates = _is_due(step, config.evaluation.every, config.total_steps)
-        saves = stopped or _is_due(step, config.checkpoint.every, config.total_steps)
-        if not evaluates and not saves:
-            continue
+            if self.evaluation and evaluates:
+                held_out, statistics = self.evaluation.measure(self.state.params)
+                recorder.take_held_out(self.step, held_out, statistics)
+            if saves:
+                self._save(held_out if evaluates else None)
+            recorder.pause(self.step)
         recorder.flush()
-        if run.evaluation and evaluates:
-            held_out = run.evaluation.loss(state.params)
-            recorder.take_held_out(step, held_out, run.evaluation.statistics)
-        if saves:
-            run.metrics.sync()
-            records = run.metrics.recorded, run.metrics.unwritten
-            resume = ResumeState(step, run.data.state(), recorder.seconds, *records)
-            extra = resume_state.to_json(resume, config)
-            run.checkpoints.save(step, state, extra, loss=held_out if evaluates else None)
-        recorder.pause(step)
-    recorder.flush()
-    if run.metrics.failure is not None:
-        run.checkpoints.wait()
-        raise run.metrics.failure
-    return Outcome(step, recorder.loss, held_out, stopped and step < config.total_steps)
+        if self.metrics.failure is not None:
+            self.checkpoints.wait()
+            raise self.metrics.failure
+        stopped = stopped and self.step < config.total_steps
+        return Outcome(self.step, recorder.loss, held_out, stopped)
+
+    def _save(self, loss: float | None) -> None:
+        """Saves a checkpoint; its records are on the disk before it."""
+        self.metrics.sync()
+        resume = ResumeState(
+            self.step,
+            self.data.state(),
+            self.recorder.seconds,
+            self.metrics.recorded,
+            self.metrics.unwritten,
+        )
+        extra = resume_state.to_json(resume, self.setup.config)
+        self.checkpoints.save(self.step, self.state, extra, loss=loss)
 
 
 def _say(console: "Console", text: str) -> None:
@@ -206,11 +210,11 @@ def _say(console: "Console", text: str) -> None:
 
 
 def _compile_telemetry(
-    prepared: Prepared, say: Callable[[str], None], example: Any
+    setup: TrainSetup, say: Callable[[str], None], example: Any
 ) -> Telemetry | None:
-    """The telemetry of a run; None if nothing of it is in 8 bits."""
+    """Returns the telemetry of a run; None if nothing of it is in 8 bits."""
     begin = time.perf_counter()
-    config, mesh, _, graph, abstract = prepared
+    config, mesh, _, graph, abstract = setup
     telemetry = Telemetry(config, graph, abstract, mesh, example)
     if telemetry.empty:
         say("Nothing of this run is in 8 bits: there is no telemetry.")

@@ -4,8 +4,7 @@
     params, moments = optimizer.step(params, grads, moments, grad_scale=clip, skip=not finite)
 
 All optimizers update parameters and moments in place if these are donated, and change nothing if
-`skip` is true. With `release_gradients`, `init` returns a `stages.Released`, and `step` takes and
-returns the optimizer's own state, which is its field `inner`.
+`skip` is true. With `release_gradients`, the state is a `stages.ReleaseState`.
 """
 
 import dataclasses
@@ -28,44 +27,42 @@ from coat_jax.validation import brief
 
 
 def make_optimizer(config: TrainConfig) -> FusedOptimizer:
-    """The optimizer that the config names."""
-    optimizer = _optimizer(config)
+    """Returns the optimizer that the config names."""
+    optimizer = _on_device(config)
     if config.optimizer.offload:
-        _require_separable(config)
         optimizer = in_host_memory(optimizer)
     return with_gradient_norm(optimizer) if config.optimizer.release_gradients else optimizer
 
 
-def _require_separable(config: TrainConfig) -> None:
-    """Raises unless the optimizer is known to update each parameter by itself."""
-    if config.optimizer.transformation is not None:
-        raise UserError(
-            "optimizer.offload=True steps a part of the parameters at a time, and "
-            "optimizer.transformation may need all of them at once: take one of the optimizers "
-            "that have names."
-        )
+def _on_device(config: TrainConfig) -> FusedOptimizer:
+    chosen = config.optimizer
+    schedule = partial(learning_rate, chosen, config.total_steps)
+    rounding: dict[str, Any] = {
+        "round_params": chosen.round_stochastically,
+        "correct_params": chosen.correct_params,
+    }
+    if chosen.transformation is not None:
+        tx = _transformation(chosen.transformation, schedule)
+        return in_place(tx, **rounding, seed=config.seed)
+    adamw: dict[str, Any] = {
+        "learning_rate": schedule,
+        "b1": chosen.b1,
+        "b2": chosen.b2,
+        "eps": chosen.eps,
+        "weight_decay": chosen.weight_decay,
+        "mask": partial(decay_mask, config),
+    }
+    if chosen.name == "adamw":
+        return in_place(optax.adamw(**adamw), **rounding, seed=config.seed)
+    return fused_fp8_adamw(**adamw, **rounding, storage=storage_of(config))
 
 
-def _optimizer(config: TrainConfig) -> FusedOptimizer:
-    if config.optimizer.transformation is not None:
-        return _in_place(config, _transformation(config))
-    if config.optimizer.name == "adamw":
-        return _in_place(config, optax.adamw(**_adamw_arguments(config)))
-    return fused_fp8_adamw(
-        **_adamw_arguments(config),
-        round_params=config.optimizer.round_stochastically,
-        correct_params=config.optimizer.correct_params,
-        storage=storage_of(config),
-    )
-
-
-def _transformation(config: TrainConfig) -> optax.GradientTransformation:
-    """The config's transformation, or the one that its function makes from the schedule."""
-    given: Any = config.optimizer.transformation
+def _transformation(given: Any, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """Returns the config's transformation, or the one that its function makes from the schedule."""
     if is_transformation(given):
         return given
     try:
-        made = given(_schedule(config))
+        made = given(schedule)
     except Exception as error:
         raise UserError(
             f"optimizer.transformation={function_name(given)} fails: {type(error).__name__}: "
@@ -82,10 +79,7 @@ def _transformation(config: TrainConfig) -> optax.GradientTransformation:
 def require_no_extra_args(optimizer: FusedOptimizer, params: Any, moments: Any) -> None:
     """Raises if a transformation's update needs more than gradients, state and parameters.
 
-    Args:
-        optimizer: from `make_optimizer`, of a config with a transformation.
-        params: arrays, or shapes and dtypes.
-        moments: arrays, or shapes and dtypes.
+    `optimizer` is from `make_optimizer`; parameters and moments may be shapes and dtypes.
     """
     try:
         jax.eval_shape(optimizer.step, params, params, moments)
@@ -100,17 +94,8 @@ def require_no_extra_args(optimizer: FusedOptimizer, params: Any, moments: Any) 
         ) from error
 
 
-def _in_place(config: TrainConfig, tx: optax.GradientTransformation) -> FusedOptimizer:
-    return in_place(
-        tx,
-        round_params=config.optimizer.round_stochastically,
-        correct_params=config.optimizer.correct_params,
-        seed=config.seed,
-    )
-
-
 def storage_of(config: TrainConfig) -> Storage:
-    """How "fp8_adamw" stores its moments."""
+    """Returns how "fp8_adamw" stores its moments."""
     formats = {
         "directions": Storage(),
         "expanded": Storage(first=E4M3, second=E4M3),
@@ -119,26 +104,8 @@ def storage_of(config: TrainConfig) -> Storage:
     return dataclasses.replace(formats[config.optimizer.moments], seed=config.seed)
 
 
-def _schedule(config: TrainConfig) -> optax.Schedule:
-    """The learning rate by the number of the update."""
-    return partial(learning_rate, config.optimizer, config.total_steps)
-
-
-def _adamw_arguments(config: TrainConfig) -> dict[str, Any]:
-    """The arguments that both kinds of AdamW have in common."""
-    optimizer = config.optimizer
-    return {
-        "learning_rate": _schedule(config),
-        "b1": optimizer.b1,
-        "b2": optimizer.b2,
-        "eps": optimizer.eps,
-        "weight_decay": optimizer.weight_decay,
-        "mask": partial(decayed, config),
-    }
-
-
-def decayed(config: TrainConfig, params: Any) -> Any:
-    """Which parameters decay: matrices do; the config says whether vectors and the embedding do."""
+def decay_mask(config: TrainConfig, params: Any) -> Any:
+    """Returns which parameters decay: matrices, and by the config vectors and the embedding."""
 
     def decays(path: Any, leaf: Any) -> bool:
         names = tuple(part.key for part in path if hasattr(part, "key"))

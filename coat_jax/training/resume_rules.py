@@ -28,7 +28,7 @@ TRANSFORMATION = "optimizer.transformation"  # another one may have a state with
 
 
 def to_json(value: Any) -> Any:
-    """A config, or a part of one, in JSON's types."""
+    """Returns a config, or a part of one, in JSON's types."""
     if dataclasses.is_dataclass(value) and not isinstance(value, Minifloat):
         family = {"family": name_of(value)} if isinstance(value, ModelConfig) else {}
         fields = dataclasses.fields(value)
@@ -45,7 +45,7 @@ def to_json(value: Any) -> Any:
 
 
 def changes(config: TrainConfig, saved: Mapping[str, Any], *, begun: bool = True) -> list[str]:
-    """What differs from the config that was saved, one line each.
+    """Returns what differs from the config that was saved, one line each.
 
     Args:
         config: of the run that resumes.
@@ -57,20 +57,22 @@ def changes(config: TrainConfig, saved: Mapping[str, Any], *, begun: bool = True
     """
     before, now = dict(_flat(saved)), dict(_flat(to_json(config)))
     names = sorted(n for n in before.keys() | now.keys() if n.split(".")[0] not in NOT_COMPARED)
-    differ = [name for name in names if before.get(name) != now.get(name)]
-    described = {name: f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in differ}
-    fatal = [
-        described[name] for name in differ if _is_fixed(name) or (begun and name == "init_from")
-    ]
-    if (before.get(TRANSFORMATION) is None) != (now[TRANSFORMATION] is None):
-        fatal.insert(0, described[TRANSFORMATION])
-    if fatal:
+    lines = {
+        name: f"{name} was {before.get(name)!r}, now {now.get(name)!r}"
+        for name in names
+        if before.get(name) != now.get(name)
+    }
+    fixed = [name for name in lines if _is_fixed(name) or (begun and name == "init_from")]
+    if TRANSFORMATION in lines and None in (before.get(TRANSFORMATION), now[TRANSFORMATION]):
+        fixed.insert(0, TRANSFORMATION)
+    if fixed:
         raise UserError(
-            f"{config.out} holds another run: {'; '.join(fatal[:4])}. Continue as it began, choose "
-            "another folder with --out (and --init_from to begin from these parameters), or begin "
-            "anew with --resume false, which moves that run out of the way."
+            f"{config.out} holds another run: {'; '.join(lines[name] for name in fixed[:4])}. "
+            "Continue as it began, choose another folder with --out (and --init_from to begin from "
+            "these parameters), or begin anew with --resume false, which moves that run out of the "
+            "way."
         )
-    return list(described.values())
+    return list(lines.values())
 
 
 def _is_fixed(name: str) -> bool:
@@ -78,7 +80,7 @@ def _is_fixed(name: str) -> bool:
 
 
 def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf with its dotted name."""
+    """Yields every leaf with its dotted name."""
     if isinstance(tree, Mapping):
         for name, value in tree.items():
             yield from _flat(value, f"{prefix}.{name}" if prefix else name)

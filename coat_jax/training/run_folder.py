@@ -25,7 +25,6 @@ from typing import Any, TextIO
 
 from coat_jax import writing
 from coat_jax.errors import UserError
-from coat_jax.files import expand_user
 from coat_jax.printable import printable
 from coat_jax.training import resume_rules
 from coat_jax.training.checkpoint import weights
@@ -48,13 +47,13 @@ class RunFolder:
     """
 
     def __init__(self, config: TrainConfig, note: Callable[[str], object]):
-        self.path = expand_user(config.out)
+        self.path = Path(config.out)
         self.checkpoints = self.path / weights.CHECKPOINTS
         self._config, self._note = config, note
         self._lock: TextIO | None = None
 
     def begins(self) -> bool:
-        """Whether there is no checkpoint that the run would resume from."""
+        """Returns whether there is no checkpoint that the run would resume from."""
         return not self._config.resume or StepFolders(self.checkpoints).newest_record() is None
 
     def claim(self) -> list[str]:
@@ -66,16 +65,14 @@ class RunFolder:
             UserError: if another process is using it, or it holds a model, or another run, or one
                 that has taken more steps.
         """
-        self._take()
-        self._require_no_model()
+        self._lock = self._take()
+        saved = self._saved()
         names = (weights.CONFIG, metrics.FILE, weights.CHECKPOINTS)
         if not self._config.resume and any((self.path / name).exists() for name in names):
-            self._move_away()
-            moved = self._lock
-            self._take()
-            if moved is not None:
-                moved.close()
-        saved, newest = self._saved(), StepFolders(self.checkpoints).newest_record()
+            with self._lock:  # which moves with the run
+                self._move_away()
+                self._lock, saved = self._take(), None
+        newest = StepFolders(self.checkpoints).newest_record()
         changed = []
         if saved is not None:
             changed = resume_rules.changes(self._config, saved, begun=newest is not None)
@@ -101,59 +98,41 @@ class RunFolder:
         """Releases the lock, so that other runs may use the folder."""
         if self._lock is not None:
             self._lock.close()
-            self._lock = None
 
-    def _take(self) -> None:
-        if self.path.exists() and not self.path.is_dir():
-            raise UserError(
-                f"{self.path} is a file, and a run needs a folder: choose another --out."
-            )
+    def _take(self) -> TextIO:
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = lock(self.path, self._note)
-
-    def _require_no_model(self) -> None:
-        """Raises if the folder holds a model that no run wrote."""
-        path = self.path / weights.CONFIG
-        found = None if self.checkpoints.exists() or not path.is_file() else weights.object_in(path)
-        if found is not None and "architectures" in found and not weights.is_run(found):
-            raise UserError(
-                f"{self.path} holds a model in Hugging Face's format, not a run: choose another "
-                "--out."
-            )
+        return lock(self.path, self._note)
 
     def _saved(self) -> dict[str, Any] | None:
-        """The config of the run in the folder; None if there is no run."""
+        """Returns the config of the run in the folder; None if there is no run."""
         saved = weights.config_in_checkpoint(self.path)
         path = self.path / weights.CONFIG
         if saved is None and path.is_file():
             saved = weights.object_in(path)
             if saved is None:
-                self._note(
-                    f"{path} is damaged, and no checkpoint says what was run. It is replaced."
+                self._note(f"{path} is damaged, and no checkpoint says what was run.")
+            elif "architectures" in saved and not weights.is_run(saved):
+                raise UserError(
+                    f"{self.path} holds a model in Hugging Face's format, not a run: choose "
+                    "another --out."
                 )
         return saved
 
     def _move_away(self) -> None:
         """Moves the run that is in the folder to a free name beside it, such as run.1."""
         source = self._config.init_from
-        if source is not None and expand_user(source).resolve().is_relative_to(self.path.resolve()):
+        if source is not None and Path(source).resolve().is_relative_to(self.path.resolve()):
             raise UserError(
                 f"init_from={source} is in the folder {self.path}, which --resume false would move "
                 "out of the way: choose another folder with --out."
             )
         folder = self.path.absolute()
         names = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
-        moved = next(name for name in names if not os.path.lexists(name))
-        try:
-            self.path.rename(moved)
-        except OSError as error:  # it may be a mount point, or the current folder
-            raise UserError(
-                f"{self.path} holds a run, which cannot be moved to {moved.name} out of the way: "
-                f"{error.strerror}. Choose another folder with --out."
-            ) from error
+        # Fails if the folder is a mount point, or the current one.
+        self.path.rename(next(name for name in names if not os.path.lexists(name)))
 
 
-def lock(folder: str | Path, note: Callable[[str], object]) -> TextIO:
+def lock(folder: Path, note: Callable[[str], object]) -> TextIO:
     """Locks a folder until the returned file is closed, or its process ends, however it ends.
 
     Args:
@@ -163,7 +142,6 @@ def lock(folder: str | Path, note: Callable[[str], object]) -> TextIO:
     Raises:
         UserError: if another process holds the lock, saying which.
     """
-    folder = expand_user(folder)
     # A link is not followed: the file is overwritten.
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     file = os.fdopen(descriptor, "r+", encoding="utf-8", errors="replace")

@@ -18,7 +18,7 @@ from coat_jax.training.config import OptimizerConfig
 def learning_rate(
     config: OptimizerConfig, total_steps: int, count: Int[ArrayLike, ""]
 ) -> Float[Array, ""]:
-    """The learning rate of the update after `count` others.
+    """Returns the learning rate of the update after `count` others.
 
     Args:
         config: the highest rate, and the shape.

@@ -18,7 +18,7 @@ from coat_jax.optax import FusedOptimizer
 from coat_jax.optax.clipping import clip_scale
 
 
-class Released(NamedTuple):
+class ReleaseState(NamedTuple):
     """The state of an optimizer, and the norm of the gradients that it was updated with last."""
 
     gradient_norm: Float[Array, ""]
@@ -26,12 +26,21 @@ class Released(NamedTuple):
 
 
 def with_gradient_norm(optimizer: FusedOptimizer) -> FusedOptimizer:
-    """`optimizer` whose `init` returns a `Released` state; its `step` takes the inner one."""
+    """`optimizer` with a `ReleaseState` around its state, whose norm its `step` does not change.
 
-    def init(params: optax.Params) -> Released:
-        return Released(jnp.full([], jnp.nan), optimizer.init(params))
+    Only when all stages have been stepped is the norm of their gradients known.
+    """
 
-    return FusedOptimizer(init, optimizer.step)
+    def init(params: optax.Params) -> ReleaseState:
+        return ReleaseState(jnp.full([], jnp.nan), optimizer.init(params))
+
+    def step(
+        params: optax.Params, grads: optax.Updates, state: ReleaseState, **options: Any
+    ) -> tuple[optax.Params, ReleaseState]:
+        params, inner = optimizer.step(params, grads, state.inner, **options)
+        return params, state._replace(inner=inner)
+
+    return FusedOptimizer(init, step)
 
 
 def scale_of_stage(
@@ -40,7 +49,7 @@ def scale_of_stage(
     stages: int,
     norm_of_stage: Float[Array, ""],
 ) -> float | Float[Array, ""]:
-    """The factor that clips the gradients of a stage.
+    """Returns the factor that clips the gradients of a stage.
 
     If the norm of the step before is not known (in the first step) or not finite, each stage is
     clipped to an equal share of `clip_norm`, so that together they do not exceed `clip_norm`.

@@ -10,6 +10,7 @@ in place; a conditional would copy them.
 """
 
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int32, Num
 
 from coat_jax.errors import UserError
@@ -25,13 +25,46 @@ from coat_jax.models import Loss
 from coat_jax.models.llama import shard_params
 from coat_jax.optax import FusedOptimizer, global_norm, step_by_stages
 from coat_jax.optax.clipping import clip_scale
-from coat_jax.training.cluster.batches import abstract_batch
-from coat_jax.training.cluster.mesh import everywhere
-from coat_jax.training.compiler_options import compiler_options
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.schedule import learning_rate
-from coat_jax.training.stages import Released, scale_of_stage
-from coat_jax.training.state import State, split_trained
+from coat_jax.training.stages import scale_of_stage
+from coat_jax.validation import shown
+
+
+class State(NamedTuple):
+    """The state of a run between two steps: one tree of arrays, donated, saved and restored whole.
+
+    It has no random number generator: the order of the data and all rounding follow from hashes of
+    the config's seed and the step's number.
+
+    Attributes:
+        step: how many steps were taken, skipped ones included.
+        params: the state of the NNX model.
+        moments: the optimizer's state, of the parameters that are trained; each leaf is sharded as
+            its parameter is.
+        skipped: how many of the steps had gradients or a loss that were not finite.
+    """
+
+    step: Int32[Array, ""]
+    params: Any
+    moments: Any
+    skipped: Int32[Array, ""]
+
+
+def split_trained(config: TrainConfig, params: Any) -> tuple[Any, Any]:
+    """Returns the parameters that have gradients and moments, and the rest of a model's state."""
+
+    def is_trained(path: tuple[Any, ...], variable: Any) -> bool:
+        is_param = issubclass(getattr(variable, "type", type(variable)), nnx.Param)
+        return is_param and not any(fnmatchcase(dotted_name(path), glob) for glob in config.frozen)
+
+    trained, rest = nnx.split_state(params, is_trained, ...)
+    return trained, rest
+
+
+def dotted_name(path: tuple[Any, ...]) -> str:
+    """Returns the path of a parameter as `TrainConfig.frozen` names it."""
+    return ".".join(map(str, path))
 
 
 class FinishedStep(NamedTuple):
@@ -59,7 +92,7 @@ class FinishedStep(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a step reports; the loss is from before the update."""
+    """The numbers of a step; the loss is from before the update."""
 
     loss: Float[Array, ""]
     gradient_norm: Float[Array, ""]  # before clipping
@@ -69,41 +102,10 @@ class Report(NamedTuple):
     metrics: Mapping[str, Array] = {}  # of the model, and added by the config
 
 
-def lower_step(
-    config: TrainConfig,
-    graph: Any,
-    optimizer: FusedOptimizer,
-    state: State,
-    mesh: Mesh,
-    example: Any = None,
-) -> jax.stages.Lowered:
-    """`train_step` for a mesh, ready to compile: the state is donated, and keeps its sharding.
-
-    Args:
-        config: the run.
-        graph: of the model, from `abstract_state`.
-        optimizer: from `make_optimizer`.
-        state: shapes and shardings, from `abstract_state`.
-        mesh: of the run.
-        example: a row of a batch; by default the family's.
-    """
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state), everywhere(mesh)
-    kind = releasing_step if config.optimizer.release_gradients else train_step
-    step = partial(kind, config, graph, optimizer)
-    jitted = jax.jit(
-        step,
-        donate_argnums=0,
-        out_shardings=shardings,
-        compiler_options=compiler_options(config, mesh),
-    )
-    with jax.set_mesh(mesh):
-        return jitted.lower(state, abstract_batch(config, mesh, example))
-
-
 def train_step(
     config: TrainConfig, graph: Any, optimizer: FusedOptimizer, state: State, batch: Any
 ) -> tuple[State, Report]:
-    """The next state, and how the step went.
+    """Returns the next state, and how the step went.
 
     Args:
         config: the run.
@@ -113,19 +115,22 @@ def train_step(
         batch: arrays [accumulation, rows, ...].
     """
     trained, rest = split_trained(config, state.params)
-    found, grads = mean_gradients(partial(loss_of, graph, rest), trained, batch)
-    loss, norm = found.mean, global_norm(grads)
+    found, grads, divisor = summed_gradients(partial(loss_of, graph, rest), trained, batch)
+    loss, norm = found.mean, global_norm(grads) / divisor
     scale, skip = clip_or_skip(config, norm, loss)
-    trained, moments = optimizer.step(trained, grads, state.moments, grad_scale=scale, skip=skip)
+    trained, moments = optimizer.step(
+        trained, grads, state.moments, grad_scale=scale / divisor, skip=skip
+    )
     rest = _after_step(graph, trained, rest, found.statistics, skip)
     params = nnx.merge_state(trained, rest)
     # For the log: the optimizer has a count of its own, and evaluates the schedule itself.
     rate = learning_rate(config.optimizer, config.total_steps, state.step - state.skipped)
     skipped = state.skipped + skip
-    step = FinishedStep(params, grads, moments, loss, norm, rate, found.statistics)
+    mean_grads = jax.tree.map(lambda g: g / divisor, grads)  # computed only if a metric uses it
+    step = FinishedStep(params, mean_grads, moments, loss, norm, rate, found.statistics)
     means = {name: Loss(total, found.count).mean for name, total in found.scalars.items()}
-    metrics = means | _measured(config, step)
-    report = Report(loss, norm, rate, found.count, skipped, metrics)
+    own = {name: _number(name, metric(step)) for name, metric in config.metrics.items()}
+    report = Report(loss, norm, rate, found.count, skipped, means | own)
     return State(state.step + 1, params, moments, skipped), report
 
 
@@ -133,66 +138,61 @@ def releasing_step(
     config: TrainConfig, graph: Any, optimizer: FusedOptimizer, state: State, batch: Any
 ) -> tuple[State, Report]:
     """As `train_step`, but the backward pass updates parameters and frees gradients."""
-    microbatch = first_microbatch(batch)
-    stages, labels = nnx.merge(graph, state.params).stages(microbatch)
-    before = state.moments
-    scale = partial(scale_of_stage, config.optimizer.clip_norm, before.gradient_norm, len(stages))
-    done = step_by_stages(optimizer, stages, state.params, before.inner, grad_scale=scale)
+    stages, labels = nnx.merge(graph, state.params).stages(first_microbatch(batch))
+    norm_before = state.moments.gradient_norm
+    scale = partial(scale_of_stage, config.optimizer.clip_norm, norm_before, len(stages))
+    done = step_by_stages(optimizer, stages, state.params, state.moments, grad_scale=scale)
     # For the log, as in `train_step`.
     rate = learning_rate(config.optimizer, config.total_steps, state.step - state.skipped)
     skipped = state.skipped + done.skipped
     report = Report(done.loss, done.gradient_norm, rate, labels, skipped)
-    moments = Released(done.gradient_norm, done.state)
+    moments = done.state._replace(gradient_norm=done.gradient_norm)
     return State(state.step + 1, done.params, moments, skipped), report
 
 
 def clip_or_skip(
     config: TrainConfig, norm: Float[Array, ""], loss: Float[Array, ""]
 ) -> tuple[float | Float[Array, ""], Bool[Array, ""]]:
-    """The factor that clips gradients of this norm, and whether to skip the step."""
+    """Returns the factor that clips gradients of this norm, and whether to skip the step."""
     max_norm = config.optimizer.clip_norm
     scale = 1.0 if max_norm is None else clip_scale(norm, max_norm)
     return scale, ~(jnp.isfinite(norm) & jnp.isfinite(loss))
 
 
-def _measured(config: TrainConfig, step: FinishedStep) -> dict[str, Array]:
-    """The values of the config's own metrics."""
-    found = {}
-    for name, measure in config.metrics.items():
-        value = measure(step)
-        what = "a tree of arrays"
-        if jax.tree_util.all_leaves([value]):
-            shape, dtype = jnp.shape(value), getattr(value, "dtype", type(value))
-            what = f"{dtype}{list(shape)}" if shape else str(dtype)
-            real = isinstance(value, bool | int | float) or any(
-                jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)
-            )
-            if real and not shape:
-                found[name] = jnp.asarray(value)
-                continue
-        raise UserError(f"metrics[{name!r}] returns {what}, and must return one real number.")
-    return found
+def _number(name: str, value: Any) -> Array:
+    """Returns the value of one of the config's own metrics; raises unless it is a real number."""
+    dtype = getattr(value, "dtype", type(value))
+    kinds = (jnp.floating, jnp.integer, jnp.bool_)
+    if not any(jnp.issubdtype(dtype, kind) for kind in kinds) or jnp.shape(value):
+        raise UserError(f"metrics[{name!r}] returns {shown(value)}, and must return a real number.")
+    return jnp.asarray(value)
 
 
 def loss_of(graph: Any, rest: Any, trained: Any, microbatch: Any, evaluate: bool = False) -> Loss:
-    """The loss of a microbatch, whose arrays are [rows, ...]."""
+    """Returns the loss of a microbatch, whose arrays are [rows, ...]."""
     loss: Loss = nnx.merge(graph, trained, rest).loss(microbatch, evaluate=evaluate)
     return loss
 
 
 def held_out_step(graph: Any, params: Any, batch: Any) -> Loss:
-    """The loss of a batch of one microbatch, without what is only for training."""
+    """Returns the loss of a batch of one microbatch, without what is only for training."""
     loss = loss_of(graph, nnx.State({}), params, first_microbatch(batch), evaluate=True)
     return Loss(loss.sum, loss.count, loss.scalars)
 
 
 def first_microbatch(batch: Any) -> Any:
-    """The first microbatch, or the only one."""
+    """Returns the first microbatch, or the only one."""
     return jax.tree.map(lambda array: array[0], batch)
 
 
-def mean_gradients(loss: Callable[[Any, Any], Loss], params: Any, batch: Any) -> tuple[Loss, Any]:
-    """The loss of a batch, and the gradients of its mean; they are sharded like the parameters."""
+def summed_gradients(
+    loss: Callable[[Any, Any], Loss], params: Any, batch: Any
+) -> tuple[Loss, Any, int | Array]:
+    """Returns the loss of a batch, gradients, and what to divide them by for those of the mean.
+
+    The gradients are sharded like the parameters. Those of several microbatches are sums. The
+    optimizer's `grad_scale` divides them: here it would take another pass over memory.
+    """
     microbatches = len(jax.tree.leaves(batch)[0])
 
     def one(microbatch: Any) -> tuple[Loss, Any]:
@@ -205,7 +205,7 @@ def mean_gradients(loss: Callable[[Any, Any], Loss], params: Any, batch: Any) ->
         return found, shard_params(grads)
 
     if microbatches == 1:
-        return one(first_microbatch(batch))
+        return *one(first_microbatch(batch)), 1
 
     def add(sums: Any, microbatch: Any) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, sums, one(microbatch)), None
@@ -214,11 +214,11 @@ def mean_gradients(loss: Callable[[Any, Any], Loss], params: Any, batch: Any) ->
     zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), found)
     in_fp32 = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
     (found, grads), _ = lax.scan(add, (zeros, in_fp32), batch)
-    return found, jax.tree.map(lambda g: g / jnp.maximum(found.count, 1), grads)
+    return found, grads, jnp.maximum(found.count, 1)
 
 
 def _after_step(graph: Any, trained: Any, rest: Any, statistics: Any, skip: Any) -> Any:
-    """The state without gradients after a step, which the model may update."""
+    """Returns the state without gradients after a step, which the model may update."""
     model = nnx.merge(graph, trained, rest)
     if not hasattr(model, "after_step"):
         return rest

@@ -21,7 +21,7 @@ from coat_jax import BF16, Precision, models
 from coat_jax.models import Llama
 from coat_jax.quantization import Ranges, Recipe, calibrate, quantize
 from coat_jax.training.data import Batch
-from coat_jax.training.preparation import prepare
+from coat_jax.training.setup import prepare
 from coat_jax.training.step import held_out_step
 from experiments.after_training import recipes
 from experiments.after_training.recipes import AFTER_FURTHER, FURTHER, RECIPES

@@ -15,8 +15,8 @@ from flax import nnx
 from jaxtyping import Int32
 
 from coat_jax.training.config import TrainConfig
-from coat_jax.training.preparation import Prepared, prepare
-from coat_jax.training.state import State
+from coat_jax.training.setup import TrainSetup, prepare
+from coat_jax.training.step import State
 from experiments.fine_tuning import prose, ways
 from experiments.loss_study import operands
 from experiments.loss_study import text as texts
@@ -84,7 +84,7 @@ class Tuner:
             "held_out": self._evaluated(state.params, config),
         }
 
-    def _first_state(self, prepared: Prepared) -> State:
+    def _first_state(self, prepared: TrainSetup) -> State:
         """The trained parameters, rounded to the dtype that they are tuned in."""
 
         def rounded_to(new: jax.Array, old: jax.Array) -> jax.Array:

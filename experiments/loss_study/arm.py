@@ -17,7 +17,7 @@ from coat_jax.errors import UserError
 from coat_jax.optax import FusedOptimizer, fused_fp8_adamw
 from coat_jax.storage import Storage
 from coat_jax.training.config import EvaluationConfig, OptimizerConfig, TrainConfig
-from coat_jax.training.optimizer import decayed, make_optimizer
+from coat_jax.training.optimizer import decay_mask, make_optimizer
 from coat_jax.training.schedule import learning_rate
 from experiments.loss_study import operands
 from experiments.loss_study.muon import Muon, muon
@@ -147,7 +147,7 @@ def optimizer_of(arm: Arm, config: TrainConfig) -> FusedOptimizer:
         b2=of_run.b2,
         eps=of_run.eps,
         weight_decay=of_run.weight_decay,
-        mask=partial(decayed, config),
+        mask=partial(decay_mask, config),
         round_params=of_run.round_stochastically,
         correct_params=of_run.correct_params,
         storage=arm.moments,

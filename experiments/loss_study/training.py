@@ -27,9 +27,8 @@ from coat_jax.training.checkpoint import Checkpoints
 from coat_jax.training.cluster.mesh import make_mesh
 from coat_jax.training.config import MeshConfig, TrainConfig
 from coat_jax.training.data import Batch
-from coat_jax.training.preparation import Prepared, prepare
-from coat_jax.training.state import State
-from coat_jax.training.step import held_out_step
+from coat_jax.training.setup import TrainSetup, prepare
+from coat_jax.training.step import State, held_out_step
 from experiments import row_files
 from experiments.loss_study import arms, operands
 from experiments.loss_study import text as texts
@@ -165,7 +164,7 @@ def train(job: Job, *, keep: bool = False) -> Trained:
     return Trained(told, config, mesh, state, losses, {"compile": compiled, "train": seconds})
 
 
-def _in_precision(precision: Precision, run: Prepared) -> Prepared:
+def _in_precision(precision: Precision, run: TrainSetup) -> TrainSetup:
     """What the steps of a run in this precision are compiled from."""
     if precision == run.config.model.precision:
         return run
@@ -174,7 +173,7 @@ def _in_precision(precision: Precision, run: Prepared) -> Prepared:
     return prepare(config, run.mesh, optimizer=run.optimizer)
 
 
-def first_state(run: Prepared, told: Told) -> State:
+def first_state(run: TrainSetup, told: Told) -> State:
     """The state before the first step: all arms of a seed begin from the same parameters."""
     state = run.new_state()
     if not told.arm.perturbed:

@@ -7,7 +7,7 @@ from flax import nnx
 
 from coat_jax.training import resume_rules
 from coat_jax.training.checkpoint import Checkpoints
-from coat_jax.training.state import State
+from coat_jax.training.step import State
 
 
 def save_run(folder, *models):

@@ -17,7 +17,7 @@ from coat_jax.cli import main
 from coat_jax.models import hf
 from coat_jax.tokenizers import Tokenizer
 from coat_jax.training.checkpoint import conversion, weights
-from coat_jax.training.state import require_same_model
+from coat_jax.training.setup import require_same_model
 
 CONFIG = dataclasses.replace(SMALL, layers=1, dtype=jnp.float32, param_dtype=jnp.float32)
 WORDS = "[unk]", "The", "calibration", "text", "of", "a", "test"

@@ -85,7 +85,7 @@ def test_exhausted_memory_says_what_to_lower(train, monkeypatch):
     def exhaust(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
-    monkeypatch.setattr(loop, "_train", exhaust)
+    monkeypatch.setattr(loop, "_Run", exhaust)
     code, _, err = train(TINY, "--mesh.fsdp", "8")
     assert code == 2
     assert "memory is used up" in err

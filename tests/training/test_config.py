@@ -9,13 +9,7 @@ from train_cases import SMALL, small
 
 import coat_jax as coat
 from coat_jax.errors import UserError
-from coat_jax.training.config import (
-    CheckpointConfig,
-    EvaluationConfig,
-    MeshConfig,
-    OptimizerConfig,
-    in_bf16,
-)
+from coat_jax.training.config import MeshConfig, OptimizerConfig, in_bf16
 from coat_jax.training.overrides import override
 
 
@@ -26,22 +20,16 @@ def lion(schedule):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"total_steps": 0}, "total_steps=0 must be a whole number from 1 to 2,147,483,647"),
-        ({"global_batch_size": 2.0}, "global_batch_size=2.0 must be a whole number"),
-        ({"gradient_accumulation_steps": True}, "steps=True must be a whole number"),
+        ({"total_steps": True}, "total_steps=True must be a whole number from 1 to 2,147,483,647"),
         ({"seed": -1}, "seed=-1 must be a whole number from 0 to 4,294,967,295. The default is 0"),
         ({"model": {"z_loss": -0.1}}, "z_loss=-0.1 must be a number from 0 to 1"),
         ({"sequence_length": 65}, "sequence_length=65 is longer than model.context=64"),
         ({"gradient_accumulation_steps": 3}, "=16 cannot be divided into .*_steps=3 equal"),
         ({"writers": ("excel",)}, "must be a tuple of 'tensorboard' or 'wandb'"),
         ({"optimizer": {"name": "lion"}}, "optimizer.name='lion' must be 'fp8_adamw' or 'adamw'"),
-        ({"optimizer": {"schedule": "step"}}, "optimizer.schedule='step' must be 'cosine' or"),
-        ({"writers": ("wandb", "wandb")}, r"writers=\('wandb', 'wandb'\) names a writer twice"),
-        ({"optimizer": {"learning_rate": -1.0}}, "must be a number above 0 and at most 10"),
         ({"optimizer": {"warmup_steps": 1.5}}, "a whole number .* or a number from 0 to 1"),
         ({"optimizer": {"b2": 1.0}}, "optimizer.b2=1.0 must be a number of at least 0 and below 1"),
         ({"optimizer": {"clip_norm": 0.0}}, "must be a number from 1e-30 to 1e.30 or None"),
-        ({"optimizer": {"eps": 0}}, "optimizer.eps=0 must be a number from 1e-30 to 1"),
         (
             {"optimizer": {"schedule": "wsd", "warmup_steps": 0.5, "decay_steps": 0.6}},
             "warmup_steps=0.5 and optimizer.decay_steps=0.6 take 11 steps, and total_steps=10",
@@ -67,10 +55,6 @@ def test_a_config_refuses(changes, message):
         (lambda: dataclasses.replace(SMALL, optimizer="adamw"), "must be an OptimizerConfig"),
         (lambda: MeshConfig(data=0), "mesh.data=0 must be a whole number .* or -1"),
         (lambda: MeshConfig(data=-1, fsdp=-1), "Only one can be -1"),
-        (lambda: EvaluationConfig(every=-1), "evaluation.every=-1 must be"),
-        (lambda: EvaluationConfig(batches=0), "evaluation.batches=0 must be"),
-        (lambda: CheckpointConfig(keep=0), "checkpoint.keep=0 must be"),
-        (lambda: CheckpointConfig(keep_best=-1), "checkpoint.keep_best=-1 must be"),
     ],
 )
 def test_its_parts_refuse(make, message):
@@ -90,8 +74,11 @@ def test_an_optimizer_may_be_a_transformation(given):
     [
         ({"transformation": 3}, "transformation=3 is neither an optax transformation nor a func"),
         ({"transformation": jnp.bfloat16}, "is neither an optax transformation"),
+        ({"transformation": optax.GradientTransformation}, "is neither an optax transformation"),
         ({"transformation": lion, "b2": 0.99}, "b2=0.99 is a setting of the named"),
         ({"transformation": lion, "name": "adamw"}, "name='adamw' is a setting of the named"),
+        ({"transformation": lion, "offload": True}, "offload=True steps some parameters at a time"),
+        ({"transformation": lion, "release_gradients": True}, "release_gradients=True steps some"),
     ],
 )
 def test_only_transformations_are_accepted(changes, message):
@@ -114,33 +101,27 @@ def test_decay_steps_count_for_wsd_only_and_shares_may_be_rounded_up():
     small(total_steps=3, optimizer={"schedule": "wsd", "warmup_steps": 0.5, "decay_steps": 0.5})
 
 
-def test_microbatches_share_the_batch():
-    assert dataclasses.replace(SMALL, gradient_accumulation_steps=4).microbatch == 4
-    assert SMALL.tokens_per_step == 16 * 32
+NUMBERS = ["model.z_loss", "model.norm_eps", "model.rotary.theta", "model.rotary.scaling"]
+NUMBERS += [f"optimizer.{name}" for name in ("learning_rate", "eps", "clip_norm", "weight_decay")]
+COUNTS = ["total_steps", "global_batch_size", "sequence_length", "gradient_accumulation_steps"]
+COUNTS += ["seed", "log_every", "evaluation.every", "evaluation.batches", "data.end_of_text"]
+COUNTS += [f"model.{name}" for name in ("vocab", "width", "layers", "ffn", "window", "context")]
+COUNTS += ["model.heads", "model.head_dim", "checkpoint.keep", "checkpoint.keep_best"]
 
 
-NUMBERS = {"model.z_loss", "model.norm_eps", "model.rotary.theta", "model.rotary.scaling"}
-NUMBERS |= {f"optimizer.{name}" for name in ("learning_rate", "eps", "clip_norm", "weight_decay")}
-COUNTS = ("total_steps", "global_batch_size", "sequence_length", "gradient_accumulation_steps")
-COUNTS += ("seed", "log_every", "evaluation.batches")
-COUNTS += ("model.vocab", "model.width", "model.layers", "model.ffn", "model.window")
-COUNTS += ("model.heads", "model.head_dim", "model.context", "checkpoint.keep", "data.end_of_text")
-
-
-@pytest.mark.parametrize("name", sorted(NUMBERS))
-def test_numbers_that_no_run_can_use_are_refused(name):
-    values = ["nan", "inf", "-inf", "-1", "1e300"]
-    values += [] if name in ("model.z_loss", "optimizer.weight_decay") else ["0"]
-    values += [] if name == "optimizer.clip_norm" else ["1e30"]  # which does not clip
+@pytest.mark.parametrize(
+    ("name", "kind"), [(n, "number") for n in NUMBERS] + [(n, "whole number") for n in COUNTS]
+)
+def test_numbers_that_no_run_can_use_are_refused(name, kind):
+    values = {"nan", "-1", "1e300", "inf", "-inf", "1e30", "0"}
+    if kind == "whole number":
+        values = {"nan", "-1", "1e20", "1" + 20 * "0"}
+    elif name in ("model.z_loss", "optimizer.weight_decay"):
+        values -= {"0"}
+    elif name == "optimizer.clip_norm":
+        values -= {"1e30"}  # which does not clip
     for value in values:
-        with pytest.raises(UserError, match=f"{name.rpartition('.')[2]}=.* must be a number"):
-            override(SMALL, [f"--{name}={value}"])
-
-
-@pytest.mark.parametrize("name", COUNTS)
-def test_counts_that_no_run_can_use_are_refused(name):
-    for value in ("-1", "1" + 20 * "0", "1e20", "nan"):
-        with pytest.raises(UserError, match=f"{name.rpartition('.')[2]}.* a whole number"):
+        with pytest.raises(UserError, match=f"{name.rpartition('.')[2]}.* a {kind}"):
             override(SMALL, [f"--{name}={value}"])
 
 

@@ -18,8 +18,8 @@ from coat_jax.quantization import Recipe
 from coat_jax.training.checkpoint import Checkpoints, conversion, weights
 from coat_jax.training.cluster.mesh import make_mesh
 from coat_jax.training.config import TrainConfig
-from coat_jax.training.preparation import prepare
 from coat_jax.training.resume_rules import to_json
+from coat_jax.training.setup import prepare
 
 BF16 = {"param_dtype": jnp.bfloat16, "layers": 1, "ffn": 256}
 in_one_program = jax.jit(corrected_params)
@@ -132,20 +132,22 @@ def test_models_and_exports_have_bf16_values_or_all_24_bits(saved_run, tmp_path,
     assert_same(quantization.load(tmp_path / "int8", config).embed[...], wanted["embed"][...])
 
 
-def test_a_model_of_a_run_that_releases_gradients_has_all_24_bits(tmp_path):
-    state = save_run(tmp_path, corrected(model=BF16 | {"scan": False}, release_gradients=True))
+@pytest.mark.parametrize(
+    "config",
+    [
+        corrected(model=BF16 | {"scan": False}, release_gradients=True),
+        small(model={"layers": 1, "ffn": 256}, optimizer=SLOW | {"name": "adamw"}),
+        small(model={"layers": 1, "ffn": 256}, optimizer=SLOW),
+    ],
+    ids=["released gradients", "adamw", "fp8_adamw"],
+)
+def test_models_are_loaded_in_fp32_whatever_the_state(config, tmp_path):
+    """With corrections around the optimizer's state or deeper in it, and without any."""
+    state = save_run(tmp_path, config)
     wide = dataclasses.replace(weights.model_config(tmp_path), param_dtype=jnp.float32)
-    wanted = in_one_program(state.params, state.moments)
+    corrects = config.optimizer.correct_params
+    wanted = in_one_program(state.params, state.moments) if corrects else state.params
     assert_same(nnx.state(weights.load(tmp_path, wide)), wanted)
-
-
-@pytest.mark.parametrize("name", ["adamw", "fp8_adamw"])
-def test_a_run_without_corrections_is_loaded_in_fp32(name, tmp_path):
-    """Whatever state its optimizer has, where another one has corrections."""
-    in_fp32 = {"layers": 1, "ffn": 256}
-    state = save_run(tmp_path, small(model=in_fp32, optimizer=SLOW | {"name": name}))
-    wide = dataclasses.replace(weights.model_config(tmp_path), param_dtype=jnp.float32)
-    assert_same(nnx.state(weights.load(tmp_path, wide)), state.params)
 
 
 def test_parameters_in_fp32_need_no_corrections():

@@ -45,7 +45,7 @@ def loss_on(sizes, graph, params, config=CONFIG):
     with jax.set_mesh(mesh := mesh_of(sizes)):
         of_run = Evaluation(config, graph, mesh)
         placed = jax.device_put(params, jax.NamedSharding(mesh, jax.P()))
-        first, again = (of_run.loss(placed) for _ in range(2))
+        first, again = (of_run.measure(placed)[0] for _ in range(2))
     assert first == again
     return first
 
@@ -61,8 +61,7 @@ def test_it_is_the_mean_over_the_labels_of_the_first_batches(graph, params, size
 
 
 def test_it_is_compiled_with_the_options_of_the_run(graph, params, monkeypatch):
-    unknown = {"xla_no_such_option": True}
-    monkeypatch.setattr(held_out, "compiler_options", lambda config, mesh: unknown)
+    monkeypatch.setattr(held_out, "compiler_options", lambda *_: {"xla_no_such_option": True})
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         loss_on(ONE, graph, params)
 
@@ -77,12 +76,8 @@ def chat(folder, answers, template="{role}{content}{end}"):
                     {"role": "assistant", "content": "x" * length},
                 ]
                 file.write(json.dumps({"messages": messages}) + "\n")
-    data = DataConfig(
-        train=(str(folder / "train.jsonl"),),
-        held_out=(str(folder / "held_out.jsonl"),),
-        kind="chat",
-        template=template,
-    )
+    paths = {name: (str(folder / f"{name}.jsonl"),) for name in ("train", "held_out")}
+    data = DataConfig(**paths, kind="chat", template=template)
     every = EvaluationConfig(every=1, batches=2**31 - 1)
     return dataclasses.replace(CONFIG, data=data, evaluation=every, global_batch_size=2)
 

@@ -1,6 +1,5 @@
 """What the loop does around a step, with a step that only counts: nothing is compiled."""
 
-import dataclasses
 import errno
 import functools
 import io
@@ -9,8 +8,8 @@ import os
 import shutil
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +21,16 @@ from train_cases import ONE, mesh_of, small
 
 from coat_jax import models, writing
 from coat_jax.errors import UserError
-from coat_jax.training import loop, preparation, programs
+from coat_jax.training import loop, setup
 from coat_jax.training.checkpoint import Checkpoints
 from coat_jax.training.config import CheckpointConfig, EvaluationConfig, MeshConfig
 from coat_jax.training.report import metrics
 from coat_jax.training.report.metrics import PACKAGES, Metrics
-from coat_jax.training.report.recorder import Diverged
 from coat_jax.training.step import Report
 from coat_jax.writing import DiskFull
 
 STEPS = 8
+ALL = list(range(1, STEPS + 1))
 
 
 class Counting:
@@ -40,81 +39,66 @@ class Counting:
     Attributes:
         compiled: the programs that were asked for.
         seen: the sum of the tokens of each step.
-        skipped: the steps that are.
-        after: what happens when a step has been taken.
+                after: what happens when a step has been taken.
     """
 
     def __init__(self):
-        self.compiled = []
-        self.seen = {}
-        self.skipped = set()
-        self.after = {}
+        self.compiled, self.seen, self.after = [], {}, {}
 
-    def compile(self, prepared, console, what, example):
+    def compile(self, setup, console, what, example):
         self.compiled.append(what)
         return self
 
     def __call__(self, state, batch):
         step = int(state.step) + 1
         self.seen[step] = int(np.sum(batch.tokens))
-        skipped = state.skipped + (step in self.skipped)
         self.after.get(step, lambda: None)()
-        loss = jnp.float32(np.nan if step in self.skipped else 1 / step)
-        report = Report(loss, loss, jnp.float32(0), jnp.int32(9), skipped)
-        return state._replace(step=state.step + 1, skipped=skipped), report
+        loss = jnp.float32(1 / step)
+        report = Report(loss, loss, jnp.float32(0), jnp.int32(9), state.skipped)
+        return state._replace(step=state.step + 1), report
+
+
+class HeldOut:
+    """Its loss is another one each time."""
+
+    def __init__(self, *arguments):
+        self.losses = iter((2.5, 2.25, 2.125))
+
+    def measure(self, params):
+        return next(self.losses), {}
 
 
 abstract_once = functools.cache(models.abstract)
 
 
-def count_steps(monkeypatch):
-    """Lets runs count their steps and do nothing else; their model is traced once for all."""
+def zeros(setup):
+    return jax.tree.map(
+        lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), setup.abstract
+    )
+
+
+@pytest.fixture
+def step(monkeypatch):
+    """Runs count their steps and do nothing else; their model is traced once for all."""
     counting = Counting()
-
-    def zeros(config, optimizer, mesh):
-        _, abstract = preparation.abstract_state(config, optimizer, mesh)
-        return jax.tree.map(
-            lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), abstract
-        )
-
-    class HeldOut:
-        """Its loss is another one each time."""
-
-        statistics: ClassVar = {}
-
-        def __init__(self, *arguments):
-            self.losses = iter((2.5, 2.25, 2.125))
-
-        def loss(self, params):
-            return next(self.losses)
-
     monkeypatch.setattr(models, "abstract", abstract_once)
-    monkeypatch.setattr(programs, "_compile", counting.compile)
-    monkeypatch.setattr(preparation, "new_state", zeros)
+    monkeypatch.setattr(setup, "_compile", counting.compile)
+    monkeypatch.setattr(setup.TrainSetup, "new_state", zeros)
     monkeypatch.setattr(loop, "Evaluation", HeldOut)
     monkeypatch.setattr(loop, "make_mesh", lambda _: mesh_of(ONE))  # checkpoints are sooner written
     return counting
 
 
 @pytest.fixture
-def step(monkeypatch):
-    return count_steps(monkeypatch)
-
-
-def config_of(folder):
+def config(tmp_path):
     return small(
         model={"layers": 1},
         optimizer={"name": "adamw"},
-        out=str(folder),
+        out=str(tmp_path / "run"),
         total_steps=STEPS,
         checkpoint=CheckpointConfig(every=2, keep=9),
         mesh=MeshConfig(),
     )
-
-
-@pytest.fixture
-def config(tmp_path):
-    return config_of(tmp_path / "run")
 
 
 def train(config):
@@ -128,15 +112,15 @@ def records(config):
     return [json.loads(line) for line in lines]
 
 
+def steps(config):
+    return [record["step"] for record in records(config)]
+
+
 def saved(config):
     """The record.json of each checkpoint, by step."""
     folder = Path(config.out) / "checkpoints"
     paths = sorted(folder.glob("*/record.json"))
     return {int(path.parent.name): json.loads(path.read_text()) for path in paths}
-
-
-def replace(config, **changes):
-    return dataclasses.replace(config, **changes)
 
 
 def test_a_missing_package_is_named_before_anything_is_compiled(config, monkeypatch):
@@ -153,13 +137,6 @@ def test_a_checkpoint_has_the_held_out_loss_of_its_step_or_none(step, config):
     assert losses == {2: None, 4: 2.5, 6: None, 8: 2.25}
 
 
-def test_a_run_that_diverges_ends_with_a_code_of_its_own(step, config):
-    step.skipped = set(range(4, 9))
-    with pytest.raises(Diverged, match="last 3 steps, up to step 6"):
-        train(replace(config, max_skipped_steps=3))
-    assert [record["step"] for record in records(config)] == [1, 2, 3, 4, 5, 6]
-
-
 def test_a_signal_saves_and_stops(step, config):
     """A run past its start in BF16 compiles no program for it, with an older checkpoint left."""
     config = replace(config, bf16_steps=3)
@@ -171,7 +148,7 @@ def test_a_signal_saves_and_stops(step, config):
     step.compiled.clear()
     assert train(config)[0].step == STEPS
     assert step.compiled == ["the step"]
-    assert [record["step"] for record in records(config)] == list(range(1, STEPS + 1))
+    assert steps(config) == ALL
     seen = dict(step.seen)
     train(replace(config, out=f"{config.out}_undisturbed"))
     assert step.seen == seen  # the same batches
@@ -188,7 +165,7 @@ def test_ctrl_c_ends_a_run_at_once_and_it_begins_anew_if_nothing_was_saved(step,
     assert saved(config) == {}
     step.after.clear()
     assert train(config)[0].step == STEPS
-    assert [record["step"] for record in records(config)] == list(range(1, STEPS + 1))
+    assert steps(config) == ALL
 
 
 @pytest.mark.parametrize("fits", [True, False])
@@ -210,13 +187,13 @@ def test_a_full_disk_saves_what_fits_and_nothing_is_lost(step, config, fits):
         pytest.raises(DiskFull, match=r"metrics\.jsonl does not fit"),
     ):
         train(config)
-    assert [record["step"] for record in records(config)] == [1, 2, 3, 4][: len(records(config))]
+    assert steps(config) == [1, 2, 3, 4][: len(steps(config))]
     last = max(saved(config))
     assert last in ((5, 6) if fits else (4,))
     step.after.clear()
     _, text = train(config)
     assert f"Resumes after step {last}" in text
-    assert [record["step"] for record in records(config)] == list(range(1, STEPS + 1))
+    assert steps(config) == ALL
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(step, config):
@@ -240,19 +217,15 @@ def test_a_run_resumes_without_the_folder_that_it_began_from(step, config, tmp_p
     train(replace(config, total_steps=2))
     shutil.rmtree(source)
     assert train(config)[0].step == STEPS
-    with pytest.raises(UserError, match="source"):
-        train(replace(config, out=str(tmp_path / "another")))
-
-
-def test_parameters_to_begin_from_are_missed_before_a_step_is_compiled(step, config, tmp_path):
-    source = replace(config, out=str(tmp_path / "source"), total_steps=2)
-    train(source)
-    shutil.rmtree(tmp_path / "source" / "checkpoints")
     step.compiled.clear()
+    another = replace(config, out=str(tmp_path / "another"))
+    with pytest.raises(UserError, match="source"):
+        train(another)
+    shutil.rmtree(Path(config.out) / "checkpoints")
     with pytest.raises(UserError, match="no checkpoint"):
-        train(replace(config, init_from=source.out, out=str(tmp_path / "new")))
+        train(replace(another, init_from=config.out))
     assert step.compiled == []
-    assert not (tmp_path / "new").exists()
+    assert not Path(another.out).exists()
 
 
 def test_a_complete_run_says_so_and_compiles_nothing_but_prunes(step, config, capsys):
@@ -269,13 +242,9 @@ def test_a_complete_run_says_so_and_compiles_nothing_but_prunes(step, config, ca
     assert list(saved(config)) == [6, 8]
 
 
-def lion(schedule):
-    return optax.lion(schedule)
-
-
 def test_a_run_of_a_transformation_continues_and_another_one_is_refused(step, config):
     """Before anything is written: config.json says still what was run."""
-    config = replace(config, optimizer=lion, metrics={"one": lambda step: 1.0})
+    config = replace(config, optimizer=optax.lion, metrics={"one": lambda step: 1.0})
     step.after[3] = lambda: os.kill(os.getpid(), signal.SIGTERM)
     train(config)
     step.after.clear()
@@ -293,18 +262,14 @@ def test_a_run_of_a_transformation_continues_and_another_one_is_refused(step, co
 def test_records_are_on_the_disk_before_the_checkpoint_that_follows_them(step, config, monkeypatch):
     """A power failure must not leave a checkpoint whose records are lost."""
     order = []
+    sync, save = Metrics.sync, Checkpoints.save
 
-    def watched(owner, name):
-        function = getattr(owner, name)
+    def watched(function, *arguments, **options):
+        order.append((function.__name__, len(records(config))))
+        return function(*arguments, **options)
 
-        def wrapped(self, *arguments, **options):
-            order.append((name, len(records(config))))
-            return function(self, *arguments, **options)
-
-        monkeypatch.setattr(owner, name, wrapped)
-
-    watched(Metrics, "sync")
-    watched(Checkpoints, "save")
+    monkeypatch.setattr(Metrics, "sync", lambda *a, **k: watched(sync, *a, **k))
+    monkeypatch.setattr(Checkpoints, "save", lambda *a, **k: watched(save, *a, **k))
     train(replace(config, checkpoint=CheckpointConfig(every=4)))
     assert order == [("sync", 4), ("save", 4), ("sync", 8), ("save", 8)]
 
@@ -323,4 +288,4 @@ def test_records_that_were_lost_are_noted(step, config, tmp_path):
         assert ("it has lost the records of" in text) == (lost is not None)
         assert (lost or "") in text
         expected = [*range(1, min(left, 4) + 1), *range(5, STEPS + 1)]
-        assert [record["step"] for record in records(copy)] == expected
+        assert steps(copy) == expected

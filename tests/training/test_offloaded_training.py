@@ -4,15 +4,12 @@ import dataclasses
 
 import jax
 import numpy as np
-import optax
 import pytest
 from train_cases import ONE, good_and_bad, random_batches, small, stepper
 
-from coat_jax.errors import UserError
 from coat_jax.optax.in_parts import offload
 from coat_jax.training.checkpoint import Checkpoints
 from coat_jax.training.config import TelemetryConfig
-from coat_jax.training.optimizer import make_optimizer
 from coat_jax.training.report.accounting import account
 from coat_jax.training.report.telemetry import Telemetry
 
@@ -46,7 +43,6 @@ def assert_close(got, wanted, rtol=1e-4):
 @pytest.mark.parametrize(
     ("sizes", "optimizer", "moved"),
     [
-        (ONE, {"release_gradients": True}, (".codes",)),
         ((1, 2, 2), {"correct_params": True}, ("corrections", ".mu", ".nu")),
         (ONE, {"name": "adamw", "correct_params": True}, ("corrections", "mu", "nu")),
         ((1, 4, 1), {"release_gradients": True}, (".codes",)),
@@ -84,14 +80,14 @@ def test_a_step_that_is_not_finite_changes_nothing():
 @pytest.mark.parametrize("begins", [False, True])
 def test_a_run_may_resume_with_moments_in_the_other_memory(begins, tmp_path):
     first, second = step_of(begins), step_of(not begins)
-    batches = random_batches(4)
+    batches = random_batches(2)
     with Checkpoints(tmp_path) as checkpoints:
-        state, _ = first.run(batches[:2])
-        checkpoints.save(2, state, {})
-        state, through = first.run(batches[2:], state)  # overwrites what is being saved
+        state, _ = first.run(batches[:1])
+        checkpoints.save(1, state, {})
+        state, through = first.run(batches[1:], state)  # overwrites what is being saved
         restored = checkpoints.restore(second.abstract).state
     assert bool(on_host(restored)) != begins
-    end, resumed = second.run(batches[2:], restored)
+    end, resumed = second.run(batches[1:], restored)
     np.testing.assert_allclose(resumed[-1].loss, through[-1].loss, rtol=1e-6)
     assert_close(end, state)
 
@@ -110,16 +106,10 @@ def test_telemetry_reads_moments_in_host_memory():
     step = step_of(True)
     config = dataclasses.replace(step.config, telemetry=TelemetryConfig(every=1))
     with jax.set_mesh(step.mesh):
-        telemetry = Telemetry(config, step.prepared.graph, step.abstract, step.mesh)
+        telemetry = Telemetry(config, step.setup.graph, step.abstract, step.mesh)
         state, (batch,) = step.state(), random_batches(1)
         placed = step.place(batch)
         telemetry.begin(1, state, placed)
         state, report = step.program(state, placed)
         found = telemetry.end(1, state, report)
     assert any("direction/error" in name for name in found)
-
-
-def test_a_transformation_is_refused():
-    config = small(optimizer={"offload": True, "transformation": optax.sgd})
-    with pytest.raises(UserError, match=r"optimizer\.offload=True.*optimizer\.transformation"):
-        make_optimizer(config)

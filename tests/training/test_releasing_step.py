@@ -26,9 +26,8 @@ def config_of(release=True, *, model=None, **optimizer):
     ("name", "model", "rtol"),
     [
         ("fp8_adamw", RECOMPUTED, 1e-3),
-        ("adamw", {"tied": True}, 1e-5),
         # Two layers, since the gradient of the second becomes that of the first.
-        ("fp8_adamw", {"layers": 2}, 1e-5),
+        ("adamw", {"tied": True, "layers": 2}, 1e-5),
     ],
 )
 def test_without_clipping_the_losses_are_those_of_the_step_that_has_all_gradients(
@@ -64,10 +63,9 @@ def test_an_unknown_norm_gives_each_stage_an_equal_share(norm_before):
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2)], ids=str)
-def test_it_trains_alike_on_any_mesh(sizes):
+def test_it_trains_alike_on_a_mesh():
     (_, alone), (_, spread) = (
-        stepper(config_of(), mesh).run(random_batches(3)) for mesh in (ONE, sizes)
+        stepper(config_of(), mesh).run(random_batches(3)) for mesh in (ONE, (2, 2, 2))
     )
     for a, b in zip(spread, alone, strict=True):
         np.testing.assert_allclose(a.loss, b.loss, rtol=1e-4)
@@ -97,13 +95,12 @@ def test_a_step_that_is_not_finite_is_counted_and_changes_nothing():
     [
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2"),
         ({"model": {"scan": True}}, "model.scan"),
-        ({"optimizer": {"transformation": coat.optax.fp8_adamw}}, r"optimizer\.transformation"),
         ({"metrics": {"norm": lambda step: coat.optax.global_norm(step.grads)}}, "metrics"),
         ({"telemetry": TelemetryConfig(every=5)}, r"telemetry\.every=5"),
+        ({"frozen": ("embed",)}, "frozen parameters"),
     ],
 )
 def test_options_that_need_all_gradients_are_refused(changes, words):
-    arguments = {"model": UNROLLED, "optimizer": {}} | changes
-    arguments["optimizer"] = {"release_gradients": True} | arguments["optimizer"]
+    arguments = {"model": UNROLLED, "optimizer": {"release_gradients": True}} | changes
     with pytest.raises(UserError, match=f"keeps no gradients, and {words}"):
         small(**arguments)

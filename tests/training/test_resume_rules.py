@@ -35,11 +35,9 @@ def test_what_does_not_matter_is_not_reported():
     ("changed", "line"),
     [
         ({"total_steps": 20}, "total_steps was 10, now 20"),
-        ({"model": {"z_loss": 0.1}}, "model.z_loss was 0.0, now 0.1"),
         ({"model": {"remat": "layer"}}, "model.remat was None, now 'layer'"),
         ({"model": {"precision": "fp8_linear"}}, "model.precision.fp8_linear was False, now True"),
         ({"optimizer": {"learning_rate": 1.0}}, "optimizer.learning_rate was 0.003, now 1.0"),
-        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps was 1, now 2"),
     ],
 )
 def test_allowed_changes_are_reported(changed, line):
@@ -57,10 +55,6 @@ OTHER_DATA = dataclasses.replace(SMALL.data, train=("a.npy",))
         ({"model": {"param_dtype": jnp.bfloat16}}, "model.param_dtype was 'float32', now 'bfl"),
         ({"frozen": ("embed",)}, r"frozen was \[\], now \['embed'\]"),
         ({"optimizer": {"moments": "paper"}}, "optimizer.moments was 'directions', now 'paper'"),
-        (
-            {"optimizer": {"correct_params": True}, "model": {"param_dtype": jnp.bfloat16}},
-            "model.par",
-        ),
         ({"optimizer": {"name": "adamw"}}, "optimizer.name was 'fp8_adamw', now 'adamw'"),
         ({"data": OTHER_DATA}, r"data.train was \['.*/training.md'\], now \['a.npy'\]"),
         ({"global_batch_size": 8}, "global_batch_size was 16, now 8"),
@@ -93,16 +87,13 @@ def test_a_named_optimizer_and_a_transformation_are_other_runs():
     assert re.fullmatch("optimizer.transformation was '.*lion', now '.*adan'", line)
 
 
-SMALL_MODELS = [
-    {},
-    {"precision": "coat_lean", "param_dtype": jnp.bfloat16, "qk_norm": "head"},
-    {"rotary": Rotary(5e5, Llama3Scaling(factor=2.0)), "window": 8},
-    {"rotary": Rotary(5e5, 2.0)},
-]
-
-
 def test_a_model_is_read_back_from_json():
-    for config in map(small, SMALL_MODELS):
+    for fields in (
+        {"precision": "coat_lean", "param_dtype": jnp.bfloat16, "qk_norm": "head"},
+        {"rotary": Rotary(5e5, Llama3Scaling(factor=2.0)), "window": 8},
+        {"rotary": Rotary(5e5, 2.0)},
+    ):
+        config = small(fields)
         assert families.from_json(saved(config)["model"], "model") == config.model
 
 
@@ -110,10 +101,7 @@ def test_json_that_is_no_model_of_today_is_refused():
     model = saved(SMALL)["model"]
     for changed, said in (
         ({"family": "mamba"}, "family='mamba', and must have llama"),
-        (
-            {"precision": {"block": 16}},
-            "precision lacks .*: it is damaged, or was written by another",
-        ),
+        ({"precision": {"block": 16}}, "precision lacks .*: it is damaged, or was written by an"),
         ({"scan": "perhaps"}, "scan='perhaps' must be"),
     ):
         with pytest.raises(UserError, match=f"^model.*{said}"):

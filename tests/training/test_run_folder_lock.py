@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from forks import Fork
@@ -37,23 +38,21 @@ def test_a_lock_is_of_the_folder_wherever_that_is_moved(tmp_path):
     """Also within one process: the kernel tells open files apart, not processes."""
     old, new = tmp_path / "run", tmp_path / "run.1"
     old.mkdir()
-    before = lock(old, silent)
-    with pytest.raises(UserError, match=f"process {os.getpid()} on"):
-        lock(str(old), silent)
-    old.rename(new)
-    old.mkdir()
-    with lock(old, silent), pytest.raises(UserError, match=r"run\.1 is in use"):
-        lock(new, silent)
-    before.close()
+    with lock(old, silent):
+        with pytest.raises(UserError, match=f"process {os.getpid()} on"):
+            lock(old, silent)
+        old.rename(new)
+        old.mkdir()
+        with lock(old, silent), pytest.raises(UserError, match=r"run\.1 is in use"):
+            lock(new, silent)
     lock(new, silent).close()
 
 
 def test_control_characters_of_the_file_do_not_reach_the_terminal(tmp_path):
-    held = lock(tmp_path, silent)
-    (tmp_path / LOCK).write_bytes(b"\x1b[2J\nevil \xff\n" + b"x" * 10_000)
-    with pytest.raises(UserError) as refused:
-        lock(tmp_path, silent)
-    held.close()
+    with lock(tmp_path, silent):
+        (tmp_path / LOCK).write_bytes(b"\x1b[2J\nevil \xff\n" + b"x" * 10_000)
+        with pytest.raises(UserError) as refused:
+            lock(tmp_path, silent)
     assert r"\x1b[2J evil" in str(refused.value)
     assert len(str(refused.value)) < 500
 
@@ -74,11 +73,11 @@ def test_a_file_system_without_locks_is_noted(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder.fcntl, "flock", refuse)
     notes = []
     lock(tmp_path, notes.append).close()
-    assert len(notes) == 1
-    assert "has no locks" in notes[0]
+    (note,) = notes
+    assert "has no locks" in note
 
 
 if __name__ == "__main__":
-    with lock(sys.argv[1], print):
+    with lock(Path(sys.argv[1]), print):
         print("held", flush=True)
         time.sleep(600)

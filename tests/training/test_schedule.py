@@ -1,5 +1,7 @@
 """The learning rate rises to its peak and falls as its name says."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,7 +55,6 @@ def test_the_others_fall_in_a_straight_line_wsd_not_before_its_decay():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_shortest_runs_have_rates_too(name):
-    for steps in (1, 2, 3):
-        for warmup in (0.0, 0.5, 0.8):
-            got = rates(steps, schedule=name, warmup_steps=warmup)
-            assert np.all((got > 0) & (got <= PEAK * (1 + 1e-6)))
+    for steps, warmup in itertools.product((1, 2, 3), (0.0, 0.5, 0.8)):
+        got = rates(steps, schedule=name, warmup_steps=warmup)
+        assert np.all((got > 0) & (got <= PEAK * (1 + 1e-6)))

@@ -19,8 +19,8 @@ from small_model import SMALL
 from coat_jax.training.cluster.mesh import NAMES
 from coat_jax.training.config import OptimizerConfig, TelemetryConfig, TrainConfig
 from coat_jax.training.config_files import load_config
-from coat_jax.training.preparation import prepare
 from coat_jax.training.report import telemetry
+from coat_jax.training.setup import prepare
 from experiments.hopper import OPTIONS, compile_step, hopper_mesh, there
 
 pytestmark = [

@@ -21,8 +21,8 @@ from coat_jax.training.config import (
     TrainConfig,
 )
 from coat_jax.training.data import Batch, DataConfig
-from coat_jax.training.preparation import prepare
-from coat_jax.training.state import State
+from coat_jax.training.setup import prepare
+from coat_jax.training.step import State
 
 DOCS = Path(__file__).parents[2] / "docs"
 SMALL = TrainConfig(
@@ -57,23 +57,19 @@ class Stepper:
     def __init__(self, config: TrainConfig, mesh: jax.sharding.Mesh):
         self.config = config
         self.mesh = mesh
-        self.prepared = prepare(config, mesh)
-        self.abstract = self.prepared.abstract
+        self.setup = prepare(config, mesh)
+        self.abstract = self.setup.abstract
 
     @functools.cached_property
     def program(self) -> Any:
-        return self.prepared.lower().compile()
+        return self.setup.lower().compile()
 
     @functools.cached_property
     def init(self) -> Any:
         """From parameters to moments."""
-        with jax.set_mesh(self.mesh):
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract.moments)
-            return jax.jit(
-                self.prepared.optimizer.init,
-                out_shardings=shardings,
-                compiler_options=quick.OPTIONS,
-            )
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract.moments)
+        how = {"out_shardings": shardings, "compiler_options": quick.OPTIONS}
+        return jax.jit(self.setup.optimizer.init, **how)
 
     def state(self, seed: int = 0) -> State:
         """A state with random parameters. `new_state` takes longer: it compiles them."""
@@ -132,18 +128,14 @@ def _stepper(config: TrainConfig, sizes: tuple[int, int, int]) -> Stepper:
 def random_batches(number: int, config: TrainConfig = SMALL, seed: int = 0) -> list[Batch]:
     """Batches of text that repeats itself, with labels missing here and there."""
     rng = np.random.default_rng(seed)
+    rows, length = config.global_batch_size, config.sequence_length
     made = []
     for _ in range(number):
-        words = rng.integers(0, config.model.vocab, (config.global_batch_size, 1, 4))
-        text = np.tile(words, (1, config.sequence_length // 4 + 1, 1)).reshape(
-            config.global_batch_size, -1
-        )
-        tokens, labels = (
-            text[:, : config.sequence_length],
-            text[:, 1 : config.sequence_length + 1].copy(),
-        )
+        words = rng.integers(0, config.model.vocab, (rows, 1, 4), np.int32)
+        text = np.tile(words, (1, length // 4 + 1, 1)).reshape(rows, -1)
+        labels = text[:, 1 : length + 1].copy()
         labels[:3, :10], labels[5] = -100, -100
-        made.append(Batch(*(np.ascontiguousarray(a, np.int32) for a in (tokens, labels))))
+        made.append(Batch(text[:, :length].copy(), labels))
     return made
 
 

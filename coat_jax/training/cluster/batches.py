@@ -18,7 +18,7 @@ from coat_jax.training.families import family_of
 
 
 def open_data(config: TrainConfig, mesh: Mesh, split: Split) -> Loader:
-    """The rows that this process loads of a split; held-out ones do not depend on the seed."""
+    """Opens the rows that this process loads; held-out ones do not depend on the seed."""
     part, parts = share_of_process(mesh)
     seed = config.seed if split == "train" else 0
     open_rows = family_of(config.model).rows
@@ -33,7 +33,7 @@ def open_data(config: TrainConfig, mesh: Mesh, split: Split) -> Loader:
 
 
 def place(batch: Any, mesh: Mesh, *, microbatches: int) -> Any:
-    """A batch on the mesh, divided into microbatches."""
+    """Returns a batch on the mesh, divided into microbatches."""
     return jax.tree.map(
         lambda rows: jax.make_array_from_process_local_data(
             batch_sharding(mesh), rows.reshape(microbatches, -1, *rows.shape[1:])
@@ -43,7 +43,7 @@ def place(batch: Any, mesh: Mesh, *, microbatches: int) -> Any:
 
 
 def abstract_batch(config: TrainConfig, mesh: Mesh, example: Any = None) -> Any:
-    """The shapes of what `place` returns, for rows like `example`, by default those of a family."""
+    """Returns the shapes of a placed batch of rows like `example`, by default the family's."""
     if example is None:
         example = family_of(config.model).example(config.model, config.sequence_length)
     rows = config.gradient_accumulation_steps, config.microbatch

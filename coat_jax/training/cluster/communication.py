@@ -35,7 +35,7 @@ HOPPER = "9.0"  # a compute capability
 
 
 def communication_options(mesh: Mesh) -> Options:
-    """The options for a mesh of several GPUs; none for one device, or for other devices."""
+    """Returns the options for a mesh of several GPUs; none for one device, or for other devices."""
     if mesh.size == 1 or mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return {}
     return OPTIONS

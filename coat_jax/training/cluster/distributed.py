@@ -31,7 +31,7 @@ DEVICES = "JAX_LOCAL_DEVICE_IDS"
 
 
 class ProcessPlace(NamedTuple):
-    """What a process knows of the run that it belongs to."""
+    """The place of a process in the run that it belongs to."""
 
     launcher: str  # JAX's name; "deactivate" if the variables above say everything
     coordinator: str | None  # HOST:PORT of process 0; None where JAX can ask the launcher
@@ -122,7 +122,7 @@ def find_place(variables: Mapping[str, str]) -> ProcessPlace | None:
 
 
 def _local_devices(place: ProcessPlace, variables: Mapping[str, str]) -> list[int] | None:
-    """The GPUs that a process takes, by index among those it sees; none listed means all."""
+    """Returns the GPUs that a process takes, as indices of those it sees; [] means all."""
     if DEVICES in variables:
         return None  # JAX reads it
     sees_one = "," not in variables.get("CUDA_VISIBLE_DEVICES", ",")  # srun --gpus-per-task=1

@@ -20,7 +20,7 @@ NAMES = ("data", "fsdp", "tensor")
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh over `devices`, by default all there are, with automatic axes."""
+    """Returns the mesh over `devices`, by default all there are, with automatic axes."""
     devices = jax.devices() if devices is None else devices
     sizes = [config.data, config.fsdp, config.tensor]
     named = math.prod(size for size in sizes if size != -1)
@@ -49,22 +49,22 @@ def require_fitting(config: TrainConfig, mesh: Mesh) -> None:
 
 
 def batch_parts(mesh: Mesh) -> int:
-    """How many devices see different rows of a batch."""
+    """Returns how many devices see different rows of a batch."""
     return math.prod(mesh.shape[name] for name in BATCH_AXES)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """The sharding of a batch in microbatches: [accumulation, rows, sequence]."""
+    """Returns the sharding of a batch in microbatches: [accumulation, rows, sequence]."""
     return NamedSharding(mesh, PartitionSpec(None, BATCH_AXES))
 
 
 def everywhere(mesh: Mesh) -> NamedSharding:
-    """The sharding of arrays that are replicated on all devices."""
+    """Returns the sharding of arrays that are replicated on all devices."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def share_of_process(mesh: Mesh) -> tuple[int, int]:
-    """Which part of a batch this process loads, and how many equal parts there are.
+    """Returns which part of a batch this process loads, and how many equal parts there are.
 
     Processes that differ only along `tensor` load the same rows.
     """

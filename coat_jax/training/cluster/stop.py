@@ -2,10 +2,10 @@
 
     with Stop() as stop:             the current step finishes before the run stops
         ... one step, on every process ...
-        if stop.requested(): save, and leave
+        if stop.is_requested(): save, and leave
 
 Ctrl-C interrupts at once, without saving. Python loses the KeyboardInterrupt if a signal arrives
-while it collects garbage: `requested` then raises it again.
+while it collects garbage: `is_requested` then raises it again.
 """
 
 import os
@@ -48,8 +48,8 @@ class Stop:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def requested(self) -> bool:
-        """Whether to stop after this step. Every process must ask, once in every step."""
+    def is_requested(self) -> bool:
+        """Returns whether to stop after this step. Every process must ask, once in every step."""
         if self._interrupted:
             raise KeyboardInterrupt
         if self._several:

@@ -23,6 +23,8 @@ OF_ADAMW: tuple[str, ...] = ("name", "moments", "b1", "b2", "eps", "weight_decay
 OF_ADAMW += ("decay_embedding", "decay_vectors")
 # Those that apply only if the optimizer is made from the schedule.
 OF_SCHEDULE = ("learning_rate", "schedule", "warmup_steps", "decay_steps", "final_ratio")
+# Those that need an optimizer which updates each parameter by itself.
+IN_PARTS = ("release_gradients", "offload")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +103,11 @@ class OptimizerConfig:
             )
         fields = dataclasses.fields(self)
         changed = [field.name for field in fields if getattr(self, field.name) != field.default]
-        self._require_none(changed, self._replaced())
+        unusable = self._unused()
+        if self.transformation is not None:
+            reason = "steps some parameters at a time, and a transformation may need all at once"
+            unusable |= dict.fromkeys(IN_PARTS, reason)
+        self._require_none(changed, unusable)
         # `coat.optax` checks the same in the words of its own arguments.
         as_directions = self.name == "fp8_adamw" and self.moments == "directions"
         if self.transformation is None and as_directions and self.b2 < least_b2(self.b1):
@@ -114,7 +120,7 @@ class OptimizerConfig:
 
     def require_used(self, names: Collection[str]) -> None:
         """Raises if a field among these has no effect beside the others."""
-        unused = self._replaced()
+        unused = self._unused()
         if self.transformation is None and self.name == "adamw":
             unused["moments"] = 'is for name="fp8_adamw": the moments of "adamw" are in FP32'
         if self.follows_schedule and self.schedule != "wsd":
@@ -127,8 +133,8 @@ class OptimizerConfig:
                 given = f"optimizer.{name}={getattr(self, name)!r}"
                 raise UserError(f"{given} {unused[name]}. Leave it out.")
 
-    def _replaced(self) -> dict[str, str]:
-        """The fields that a transformation leaves without effect, and why."""
+    def _unused(self) -> dict[str, str]:
+        """Returns the fields that a transformation leaves without effect, and why."""
         of_adamw = "is a setting of the named optimizers: give it to the transformation instead"
         of_schedule = (
             "is a setting of the schedule, and this transformation has a learning rate of its own: "
@@ -156,30 +162,30 @@ class OptimizerConfig:
             )
 
     def phases(self, total_steps: int) -> tuple[int, int]:
-        """How many steps the learning rate rises, and how many "wsd" falls at the end."""
+        """Returns how many steps the learning rate rises, and how many "wsd" falls at the end."""
         falling = self.decay_steps if self.schedule == "wsd" else 0
-        return in_steps(self.warmup_steps, total_steps), in_steps(falling, total_steps)
+        return count_steps(self.warmup_steps, total_steps), count_steps(falling, total_steps)
 
 
 def is_optimizer(value: Any) -> bool:
-    """Whether a value may be a transformation. A dtype can be called, but is a class."""
+    """Returns whether a value may be a transformation. A dtype can be called, but is a class."""
     return is_transformation(value) or (callable(value) and not isinstance(value, type))
 
 
 def is_transformation(value: Any) -> TypeGuard[optax.GradientTransformation]:
-    """Whether a value is a transformation of optax, and not a class of them."""
+    """Returns whether a value is a transformation of optax, and not a class of them."""
     functions = getattr(value, "init", None), getattr(value, "update", None)
     return all(map(callable, functions)) and not isinstance(value, type)
 
 
 def function_name(value: Callable[..., Any]) -> str:
-    """The name of a function, with its module if that can be imported."""
+    """Returns the name of a function, with its module if that can be imported."""
     named: Any = value.update if is_transformation(value) else value
     name = getattr(named, "__qualname__", type(named).__qualname__)
     module = getattr(named, "__module__", None)
     return name if module in (None, "<run_path>", "__main__") else f"{module}.{name}"
 
 
-def in_steps(value: float, total_steps: int) -> int:
-    """A number of steps, from an int, or a share of all steps, from a float."""
+def count_steps(value: float, total_steps: int) -> int:
+    """Returns a number of steps, from an int, or a share of all steps, from a float."""
     return value if isinstance(value, int) else round(value * total_steps)

@@ -15,7 +15,7 @@ from coat_jax.training import compilation_cache
 from coat_jax.training.config.optimizer import (
     OptimizerConfig,
     StepsOrShare,
-    in_steps,
+    count_steps,
     is_optimizer,
 )
 from coat_jax.training.config.parts import (
@@ -116,27 +116,6 @@ class TrainConfig:
                 f"bf16_steps={self.bf16_steps} is more than total_steps={self.total_steps}. Lower "
                 "it, or give a share of the run with a decimal point, as in 0.05."
             )
-        self._require_batch()
-        param_dtype = jnp.dtype(self.model.param_dtype)
-        if self.optimizer.correct_params and param_dtype != jnp.bfloat16:
-            raise UserError(
-                f"optimizer.correct_params=True corrects parameters in BF16, and model.param_dtype="
-                f"{param_dtype.name}. Set --param_dtype bfloat16, or leave correct_params out."
-            )
-        if self.optimizer.release_gradients:
-            self._require_releasable()
-        self._require_metrics()
-        if len(set(self.writers)) < len(self.writers):
-            raise UserError(f"writers={self.writers} names a writer twice: name each once.")
-        for name in ("out", "init_from", "cache"):
-            path = getattr(self, name)
-            if path == "":
-                raise UserError(f"{name}={path!r} names no folder.")
-            if path is not None and name != "cache":
-                object.__setattr__(self, name, str(expand_user(path)))
-
-    def _require_batch(self) -> None:
-        """Raises unless there can be batches of these sizes."""
         context = getattr(self.model, "context", self.sequence_length)
         if self.sequence_length > context:
             raise UserError(
@@ -149,6 +128,22 @@ class TrainConfig:
                 f"gradient_accumulation_steps={self.gradient_accumulation_steps} equal "
                 "microbatches. Make it a multiple."
             )
+        dtype = jnp.dtype(self.model.param_dtype)
+        if self.optimizer.correct_params and dtype != jnp.bfloat16:
+            raise UserError(
+                f"optimizer.correct_params=True corrects parameters in BF16, and model.param_dtype="
+                f"{dtype.name}. Set --param_dtype bfloat16, or leave correct_params out."
+            )
+        if self.optimizer.release_gradients:
+            self._require_releasable()
+        self._require_metrics()
+        object.__setattr__(self, "writers", tuple(dict.fromkeys(self.writers)))
+        for name in ("out", "init_from", "cache"):
+            path = getattr(self, name)
+            if path == "":
+                raise UserError(f"{name}={path!r} names no folder.")
+            if path is not None and name != "cache":
+                object.__setattr__(self, name, str(expand_user(path)))
 
     def _require_metrics(self) -> None:
         """Raises unless metrics are functions, under names that the trainer does not use."""
@@ -170,17 +165,15 @@ class TrainConfig:
                 self.gradient_accumulation_steps > 1
             ),
             "model.scan=True": self.model.scan,
-            "optimizer.transformation": self.optimizer.transformation is not None,
-            "metrics": bool(self.metrics),
-            f"telemetry.every={self.telemetry.every}": self.telemetry.every > 0,
-            "frozen parameters": bool(self.frozen),
+            "metrics": self.metrics,
+            f"telemetry.every={self.telemetry.every}": self.telemetry.every,
+            "frozen parameters": self.frozen,
         }
-        for obstacle, stands in obstacles.items():
-            if stands:
-                raise UserError(
-                    f"optimizer.release_gradients=True keeps no gradients, and {obstacle} needs "
-                    "those of all layers: leave one of the two out."
-                )
+        for obstacle in (name for name, present in obstacles.items() if present):
+            raise UserError(
+                f"optimizer.release_gradients=True keeps no gradients, and {obstacle} needs "
+                "those of all layers: leave one of the two out."
+            )
 
     @property
     def microbatch(self) -> int:
@@ -195,10 +188,10 @@ class TrainConfig:
     @property
     def steps_in_bf16(self) -> int:
         """How many of the first steps are in BF16."""
-        return in_steps(self.bf16_steps, self.total_steps)
+        return count_steps(self.bf16_steps, self.total_steps)
 
     @property
-    def at_start(self) -> "TrainConfig":
+    def bf16_phase(self) -> "TrainConfig":
         """The config of the first steps in BF16, if `bf16_steps` asks for any."""
         # If the inputs of layers are saved in FP8, their rounding does not change.
         stochastic = precision_of(self.model.precision).stochastic
@@ -214,7 +207,7 @@ class TrainConfig:
 
 
 def in_bf16(config: TrainConfig) -> TrainConfig:
-    """The same run in BF16 with optax's AdamW, in another folder: what COAT is compared with."""
+    """Returns the run in BF16 with optax's AdamW, in another folder: the baseline of COAT."""
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, precision="bf16"),

@@ -26,7 +26,7 @@ from coat_jax.optax.states import host_memory
 from coat_jax.precision import COAT_LEAN, precision_of
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.families import family_of
-from coat_jax.training.state import State, split_trained
+from coat_jax.training.step import State, split_trained
 
 
 class DeviceMemory(NamedTuple):

@@ -82,7 +82,7 @@ class Recorder:
             "tokens_per_second": pace,
             **metrics,
         }
-        config = self._config if step > self._config.steps_in_bf16 else self._config.at_start
+        config = self._config if step > self._config.steps_in_bf16 else self._config.bf16_phase
         work = config.model.work_per_token(config.sequence_length)
         record |= {
             "mfu": utilization(work, self._device.device_kind, pace, self._devices),

@@ -42,8 +42,14 @@ from coat_jax.training.cluster.mesh import everywhere
 from coat_jax.training.compiler_options import compiler_options
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.optimizer import storage_of
-from coat_jax.training.state import State, split_trained
-from coat_jax.training.step import Report, clip_or_skip, first_microbatch, loss_of
+from coat_jax.training.step import (
+    Report,
+    State,
+    clip_or_skip,
+    first_microbatch,
+    loss_of,
+    split_trained,
+)
 
 PREFIX = "fp8/"
 ROWS = 256  # of a parameter whose direction is compared
@@ -166,7 +172,7 @@ class Telemetry:
         trained, rest = split_trained(self._config, params)
         microbatches = self._config.gradient_accumulation_steps
 
-        def loss(trained: Any, microbatch: Any) -> Array:  # as in `mean_gradients`
+        def loss(trained: Any, microbatch: Any) -> Array:  # as in `summed_gradients`
             found = loss_of(self._graph, rest, trained, microbatch)
             return found.mean if microbatches == 1 else found.sum
 

@@ -42,27 +42,21 @@ def test_xla_knows_each(name):
         jax.jit(lambda x: x.sum(), compiler_options=options).lower(x).compile()
 
 
-@pytest.fixture
-def queues(monkeypatch):
-    """CUDA's variable after `use_one_queue` on a machine with GPUs of these capabilities."""
-
-    def after(*capabilities, given=None, **options):
-        monkeypatch.setattr(nvidia, "query_gpus", {"compute_cap": [*capabilities]}.get)
-        monkeypatch.setenv(QUEUES, given or "")
-        if given is None:
-            monkeypatch.delenv(QUEUES)
-        use_one_queue(**options)
-        return os.environ.get(QUEUES)
-
-    return after
-
-
-def test_hoppers_have_one_queue(queues):
-    assert queues("9.0", "9.0") == "1"
-    assert queues("9.0", given="4") == "4", "a variable that is set is left as it is"
-    assert queues("9.0", offload=True) is None
-
-
-@pytest.mark.parametrize("capabilities", [[], ["8.9"], ["10.0", "10.0"], ["9.0", "10.0"]])
-def test_other_machines_keep_cudas_queues(queues, capabilities):
-    assert queues(*capabilities) is None
+@pytest.mark.parametrize(
+    ("capabilities", "given", "offload", "queues"),
+    [
+        (["9.0", "9.0"], None, False, "1"),
+        (["9.0"], "4", False, "4"),  # a variable that is set is left as it is
+        (["9.0"], None, True, None),
+        ([], None, False, None),
+        (["8.9"], None, False, None),
+        (["9.0", "10.0"], None, False, None),
+    ],
+)
+def test_hoppers_have_one_queue(capabilities, given, offload, queues, monkeypatch):
+    monkeypatch.setattr(nvidia, "query_gpus", {"compute_cap": capabilities}.get)
+    monkeypatch.setenv(QUEUES, given or "")
+    if given is None:
+        monkeypatch.delenv(QUEUES)
+    use_one_queue(offload=offload)
+    assert os.environ.get(QUEUES) == queues

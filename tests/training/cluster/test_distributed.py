@@ -96,16 +96,13 @@ def joins(monkeypatch):
     return calls
 
 
-def test_one_process_joins_nobody(joins, monkeypatch):
+def test_one_process_joins_nobody_and_chooses_gpus_by_cudas_variable(joins, monkeypatch):
     distributed.start()
     for name, value in (VARIABLES | {"JAX_PROCESS_COUNT": "1", "JAX_PROCESS_ID": "0"}).items():
         monkeypatch.setenv(name, value)
     distributed.start()
     assert joins == []
     assert multihost.is_main()
-
-
-def test_a_process_that_trains_alone_chooses_gpus_by_cudas_variable(joins, monkeypatch):
     monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "1")
     with pytest.raises(UserError, match="set CUDA_VISIBLE_DEVICES instead"):
         distributed.start()

@@ -1,51 +1,64 @@
 """Two processes train what one does, and a signal to one of them saves the work of both."""
 
+import contextlib
+import itertools
 import json
 import signal
 import time
 
-import quick
 from forks import Fork
 from processes import SECONDS, begin_all, outputs
+from train_cases import mesh_of, small
 
-CONFIG = """
-from train_cases import small
+from coat_jax.training.cluster.batches import open_data, place
+from coat_jax.training.setup import prepare
+
+# Optax's AdamW, because it is traced sooner.
+CONFIG = small(
+    model={"layers": 1, "scan": False}, optimizer={"name": "adamw"}, total_steps=8, cache=None
+)
+SOURCE = """
+import dataclasses
+from training.cluster.test_two_processes import CONFIG
 
 def config():
-    return small(model=dict(layers=1, scan=False), total_steps={steps}, cache={cache!r})
+    return dataclasses.replace(CONFIG, cache={cache!r})
 """
-STEPS = 8
 
 
 def losses(folder):
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [(record["step"], record["loss"]) for record in records]
+    return [record["loss"] for record in records]
 
 
 def test_two_processes_stop_resume_and_train_what_one_does(tmp_path):
     """The same two devices, so the same program: not a bit of a loss differs.
 
-    Takes a quarter of a minute of a processor: five processes trace and compile.
+    Takes seconds of a processor: five processes trace the step.
     """
-    config, one, two = tmp_path / "config.py", tmp_path / "one", tmp_path / "two"
-    config.write_text(CONFIG.format(steps=STEPS, cache=str(tmp_path / "cache")))
-    command = ["-m", "coat_jax", "train", config, "--mesh.fsdp", "2", "--debug", "--out"]
-    devices = f"{quick.FLAGS} --xla_force_host_platform_device_count=2"
-    alone = Fork([*command, one], XLA_FLAGS=devices)
-    together = begin_all([*command, two], 2, begin=Fork)
+    out = tmp_path / "out"
+    (tmp_path / "config.py").write_text(SOURCE.format(cache=str(tmp_path / "cache")))
+    command = ["-m", "coat_jax", "train", tmp_path / "config.py", "--out", out]
+    command += ["--mesh.fsdp", "2", "--debug"]
+    together = begin_all(command, 2, begin=Fork)
     end = time.monotonic() + SECONDS
-    while not (two / "config.json").exists():  # written when both notice signals
+    while not (out / "config.json").exists():  # written when both notice signals
         assert time.monotonic() < end
         time.sleep(0.05)
     together[1].send_signal(signal.SIGUSR1)
     outputs(together, code=143)
-    stopped = losses(two)
-    assert 0 < len(stopped) < STEPS
-    checkpoints = [path.name for path in (two / "checkpoints").iterdir()]
+    stopped = losses(out)
+    assert 0 < len(stopped) < CONFIG.total_steps
+    checkpoints = [path.name for path in (out / "checkpoints").iterdir()]
     assert checkpoints == [str(len(stopped))]
 
-    outputs(begin_all([*command, two], 2, begin=Fork))
-    outputs([alone])
-    assert losses(two) == losses(one)
-    assert len(losses(two)) == STEPS
-    assert losses(two)[: len(stopped)] == stopped
+    outputs(begin_all(command, 2, begin=Fork))
+    alone = prepare(CONFIG, mesh_of((1, 2, 1)))
+    state, wanted = alone.new_state(), []
+    with contextlib.closing(open_data(CONFIG, alone.mesh, "train")) as data:
+        program = alone.lower(data.example).compile()
+        for batch in itertools.islice(data, CONFIG.total_steps):
+            state, report = program(state, place(batch, alone.mesh, microbatches=1))
+            wanted.append(report.loss.item())
+    assert losses(out) == wanted
+    assert losses(out)[: len(stopped)] == stopped

@@ -18,11 +18,11 @@ from train_cases import ONE, mesh_of, random_batches, small, stepper
 
 import coat_jax as coat
 from coat_jax.errors import UserError
-from coat_jax.training import loop, preparation, programs
+from coat_jax.training import loop, setup
 from coat_jax.training.config import CheckpointConfig, TelemetryConfig
 from coat_jax.training.data import DataConfig
-from coat_jax.training.preparation import prepare
 from coat_jax.training.report.telemetry import Telemetry
+from coat_jax.training.setup import TrainSetup, prepare
 from coat_jax.training.step import Report
 
 # In FP32, and wide enough for moments in FP8.
@@ -282,8 +282,8 @@ def test_a_run_records_it_resumes_and_trains_as_without_it(tmp_path, monkeypatch
 
     monkeypatch.setattr(loop, "Telemetry", compiled)
     monkeypatch.setattr(loop, "make_mesh", lambda config: of_step.mesh)
-    monkeypatch.setattr(programs, "_compile", lambda *arguments, **options: of_step.program)
-    monkeypatch.setattr(preparation, "new_state", lambda *arguments: of_step.state())
+    monkeypatch.setattr(setup, "_compile", lambda *arguments, **options: of_step.program)
+    monkeypatch.setattr(TrainSetup, "new_state", lambda self: of_step.state())
 
     tokens = tmp_path / "tokens.npy"  # without documents: rows are not packed
     np.save(tokens, np.random.default_rng(0).integers(0, 256, 10_000, np.uint16))

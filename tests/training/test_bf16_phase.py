@@ -10,9 +10,8 @@ from train_cases import ONE, mesh_of, random_batches, small, stepper
 
 import coat_jax as coat
 from coat_jax.errors import UserError
-from coat_jax.training import preparation, programs
+from coat_jax.training import setup
 from coat_jax.training.overrides import override
-from coat_jax.training.programs import Programs
 
 CONFIG = small(model={"layers": 1, "scan": False, "precision": "coat"}, bf16_steps=2, total_steps=4)
 
@@ -20,7 +19,7 @@ CONFIG = small(model={"layers": 1, "scan": False, "precision": "coat"}, bf16_ste
 def programs_of(config, console=None, **how):
     console = console or Console(file=io.StringIO())
     with jax.set_mesh(mesh := mesh_of(ONE)):
-        return Programs(preparation.prepare(config, mesh), console, **how)
+        return setup.compile_steps(setup.prepare(config, mesh), console, **how)
 
 
 @pytest.fixture
@@ -28,19 +27,18 @@ def compiled(monkeypatch):
     """The configs that are compiled; a config stands in for its program."""
     configs = []
 
-    def compile_(prepared, console, what, example):
-        configs.append(prepared.config)
-        return prepared.config
+    def compile_(setup, console, what, example):
+        configs.append(setup.config)
+        return setup.config
 
-    monkeypatch.setattr(programs, "_compile", compile_)
+    monkeypatch.setattr(setup, "_compile", compile_)
     return configs
 
 
 def test_the_first_steps_are_in_bf16_and_recompute_layers(compiled):
-    of_run = programs_of(CONFIG)
-    models = [of_run.after(done).model for done in range(4)]
-    assert [model.precision for model in models] == [coat.BF16] * 2 + [coat.COAT] * 2
-    assert [model.remat for model in models] == ["layer"] * 2 + [None] * 2
+    models = {done: config.model for done, config in programs_of(CONFIG).items()}
+    precisions = {done: (model.precision, model.remat) for done, model in models.items()}
+    assert precisions == {0: (coat.BF16, "layer"), 2: (coat.COAT, None)}
 
 
 def test_a_run_without_a_start_or_past_it_compiles_one_program(compiled):
@@ -56,12 +54,13 @@ def test_a_run_without_a_start_or_past_it_compiles_one_program(compiled):
 def test_the_state_goes_from_one_program_to_the_other():
     (batch,) = random_batches(1, CONFIG)
     file = io.StringIO()
-    of_run = programs_of(CONFIG, Console(file=file, width=200))
+    programs, program = programs_of(CONFIG, Console(file=file, width=200)), None
     run = stepper(CONFIG)
     state, losses = run.state(), []
     with jax.set_mesh(run.mesh):
         for done in range(4):
-            state, report = of_run.after(done)(state, run.place(batch))
+            program = programs.pop(done, program)
+            state, report = program(state, run.place(batch))
             losses.append(float(report.loss))
     assert losses == sorted(losses, reverse=True)
     assert state.step == 4
@@ -69,16 +68,13 @@ def test_the_state_goes_from_one_program_to_the_other():
     assert "Compiled the first 2 steps, in BF16, in " in file.getvalue()
 
 
-def test_a_share_of_the_run_is_so_many_steps():
+def test_a_share_of_the_run_is_so_many_steps_and_not_more_than_all():
     config = dataclasses.replace(CONFIG, bf16_steps=0.25, total_steps=40)
     assert config.steps_in_bf16 == 10
     assert override(config, ["--bf16_steps", "7"]).steps_in_bf16 == 7
-
-
-@pytest.mark.parametrize("steps", [5, -1, 1.5, True])
-def test_a_start_that_no_run_can_have_is_refused(steps):
-    with pytest.raises(UserError, match=rf"bf16_steps={steps}"):
-        dataclasses.replace(CONFIG, bf16_steps=steps)
+    for steps in (5, -1, 1.5, True):
+        with pytest.raises(UserError, match=rf"bf16_steps={steps}"):
+            dataclasses.replace(CONFIG, bf16_steps=steps)
 
 
 @pytest.mark.parametrize("stochastic", [True, False])
@@ -86,6 +82,6 @@ def test_a_model_that_recomputes_its_layers_does_so_at_the_start_too(stochastic)
     """Inputs of layers that it saves in FP8 are rounded as in the rest of the run."""
     precision = coat.Precision(stochastic=stochastic)
     model = dataclasses.replace(CONFIG.model, remat="layer_fp8", precision=precision)
-    start = dataclasses.replace(CONFIG, model=model).at_start.model
+    start = dataclasses.replace(CONFIG, model=model).bf16_phase.model
     assert start.remat == "layer_fp8"
     assert start.precision == dataclasses.replace(coat.BF16, stochastic=stochastic)

@@ -1,5 +1,6 @@
-"""A state is made in shards, from a seed or from a Hugging Face folder."""
+"""The first state of a run is made in shards, from a seed or from a folder with a model."""
 
+import contextlib
 import dataclasses
 import importlib
 import re
@@ -12,10 +13,9 @@ from small_model import SMALL, filled
 from train_cases import mesh_of, small
 
 from coat_jax import models
-from coat_jax.models import lazy_arrays
 from coat_jax.training.checkpoint import conversion, weights
-from coat_jax.training.preparation import prepare
-from coat_jax.training.state import require_same_model
+from coat_jax.training.cluster.batches import open_data
+from coat_jax.training.setup import prepare, require_same_model
 
 CONFIG = small(model={"layers": 1}, optimizer={"name": "adamw"})
 
@@ -29,11 +29,11 @@ def folder(tmp_path_factory):
 
 
 def made(config, sizes=(2, 2, 2)):
-    prepared = prepare(config, mesh_of(sizes))
-    return prepared.abstract, prepared.new_state()
+    setup = prepare(config, mesh_of(sizes))
+    return setup.abstract, setup.new_state()
 
 
-def test_it_is_what_was_announced_and_nothing_large_is_whole():
+def test_it_is_what_was_announced_and_random_by_the_seed_and_nothing_large_is_whole():
     abstract, state = made(small(model={"layers": 1}))
     assert jax.tree.structure(state) == jax.tree.structure(abstract)
     for leaf, announced in zip(*map(jax.tree.leaves, (state, abstract)), strict=True):
@@ -42,6 +42,19 @@ def test_it_is_what_was_announced_and_nothing_large_is_whole():
         if leaf.size >= 64 * 64:
             assert leaf.addressable_shards[0].data.size == leaf.size // 4
     assert int(state.step) == int(state.skipped) == 0
+    _, other = made(small(model={"layers": 1}, seed=1))
+    assert np.mean(state.params["embed"][...] != other.params["embed"][...]) > 0.5
+
+
+def test_the_seed_decides_the_order_of_the_data():
+    def first_batch(seed):
+        config = small(model={"layers": 1}, seed=seed)
+        with contextlib.closing(open_data(config, mesh_of((1, 1, 1)), "train")) as data:
+            return next(data).tokens
+
+    one, other, again = map(first_batch, (0, 1, 0))
+    assert np.mean(one != other) > 0.5
+    np.testing.assert_array_equal(one, again)
 
 
 def test_a_run_begins_from_a_folder_or_where_another_run_ended(folder, tmp_path):
@@ -76,7 +89,6 @@ def test_layers_one_by_one_may_be_stacked_in_the_next_run(tmp_path):
     [
         ({"ffn": 256}, "ffn is 128 there and 256 in the config"),
         ({"layers": 2, "tied": True}, "layers is 1 there and 2 .* tied is False there and True"),
-        ({"window": 8}, "window is None there and 8"),
     ],
 )
 def test_a_folder_with_another_model_is_refused(folder, model, message):

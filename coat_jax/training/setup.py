@@ -1,0 +1,196 @@
+"""What a run is compiled from, its state before the first step, and its compiled steps.
+
+setup = prepare(config, make_mesh(config.mesh))
+program = setup.lower().compile()
+state = setup.new_state()
+state, report = program(state, batch)
+"""
+
+import dataclasses
+import fnmatch
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from coat_jax import models
+from coat_jax.errors import UserError
+from coat_jax.optax import FusedOptimizer, state_shardings
+from coat_jax.training.checkpoint import weights
+from coat_jax.training.cluster.batches import abstract_batch
+from coat_jax.training.cluster.mesh import batch_parts, everywhere
+from coat_jax.training.compiler_options import compiler_options
+from coat_jax.training.config import TrainConfig
+from coat_jax.training.families import family_of
+from coat_jax.training.optimizer import make_optimizer, require_no_extra_args
+from coat_jax.training.report import accounting
+from coat_jax.training.step import State, dotted_name, releasing_step, split_trained, train_step
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Fields of a model that a run sets for itself, whatever model it begins from.
+OF_THE_RUN = {"context", "z_loss", *(f.name for f in dataclasses.fields(models.ModelConfig))}
+
+
+class TrainSetup(NamedTuple):
+    """A run before anything is compiled or placed on a device; see `prepare`.
+
+    Attributes:
+        config: the run.
+        mesh: of the run.
+        optimizer: as `make_optimizer` makes it.
+        graph: of the model.
+        abstract: the shapes, dtypes and shardings of the state.
+    """
+
+    config: TrainConfig
+    mesh: Mesh
+    optimizer: FusedOptimizer
+    graph: Any
+    abstract: State
+
+    def lower(self, example: Any = None) -> jax.stages.Lowered:
+        """Returns the step, ready to compile: it donates the state and keeps its sharding.
+
+        Args:
+            example: a row of a batch; by default the family's.
+        """
+        step = releasing_step if self.config.optimizer.release_gradients else train_step
+        jitted = jax.jit(
+            partial(step, self.config, self.graph, self.optimizer),
+            donate_argnums=0,
+            out_shardings=(self._shardings(), everywhere(self.mesh)),
+            compiler_options=compiler_options(self.config, self.mesh),
+        )
+        with jax.set_mesh(self.mesh):
+            return jitted.lower(self.abstract, abstract_batch(self.config, self.mesh, example))
+
+    def new_state(self) -> State:
+        """Returns the state before the first step, every device making or reading its own part."""
+        config, shardings = self.config, self._shardings()
+        if config.init_from is None:
+            module = family_of(config.model).module
+            model = models.create(
+                config.model_on_mesh, seed=config.seed, mesh=self.mesh, module=module
+            )
+        else:
+            model = weights.load(config.init_from, config.model_on_mesh, mesh=self.mesh)
+        params = nnx.state(model)
+        with jax.set_mesh(self.mesh):  # as in `prepare`
+            init = jax.jit(self.optimizer.init, out_shardings=shardings.moments)
+            moments = init(split_trained(config, params)[0])
+        # Two arrays, because both are donated.
+        step, skipped = (jax.device_put(jnp.int32(0), shardings.step) for _ in range(2))
+        return State(step, params, moments, skipped)
+
+    def _shardings(self) -> Any:
+        return jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
+
+
+def prepare(
+    config: TrainConfig, mesh: Mesh, *, optimizer: FusedOptimizer | None = None
+) -> TrainSetup:
+    """Builds the optimizer, and the shapes of model and state; takes no memory of a device.
+
+    Args:
+        config: the run.
+        mesh: from `make_mesh`.
+        optimizer: replaces the one that the config names.
+    """
+    optimizer = optimizer or make_optimizer(config)
+    module = family_of(config.model).module
+    graph, params = models.abstract(config.model_on_mesh, mesh=mesh, module=module)
+    trained, _ = split_trained(config, params)
+    _require_frozen(config, params, trained)
+    with jax.set_mesh(mesh):  # which decides what annotations of Flax fit the state
+        moments = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            jax.eval_shape(optimizer.init, trained),
+            state_shardings(optimizer, trained),
+        )
+        if config.optimizer.transformation is not None:
+            require_no_extra_args(optimizer, trained, moments)
+    count: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere(mesh))
+    return TrainSetup(config, mesh, optimizer, graph, State(count, params, moments, count))
+
+
+def _require_frozen(config: TrainConfig, params: Any, trained: Any) -> None:
+    """Raises if `frozen` has a glob that matches nothing, or freezes everything."""
+    paths = [dotted_name(path) for path, _ in nnx.to_flat_state(params)]
+    for glob in config.frozen:
+        if not fnmatch.filter(paths, glob):
+            raise UserError(
+                f"frozen={glob!r} matches no parameter. They are named {', '.join(paths[:4])}, ..."
+            )
+    if config.frozen and not jax.tree.leaves(trained):
+        raise UserError(f"frozen={config.frozen} leaves no parameter to train.")
+
+
+def require_same_model(config: TrainConfig) -> None:
+    """Raises unless the folder to begin from holds the config's model and its parameters."""
+    if config.init_from is None:
+        return
+    weights.require_not_quantized(config.init_from, "Training")
+    theirs = weights.model_config(config.init_from)
+    differ = [
+        f"{field.name} is {there!r} there and {here!r} in the config"
+        for field in dataclasses.fields(theirs)
+        if field.name not in OF_THE_RUN
+        and (there := getattr(theirs, field.name)) != (here := getattr(config.model, field.name))
+    ]
+    if differ:
+        raise UserError(
+            f"{config.init_from} holds another model: {'; '.join(differ[:4])}. Make the config's "
+            "model from that of the folder: dataclasses.replace(weights.model_config(FOLDER), ..), "
+            "from coat_jax.training.checkpoint import weights."
+        )
+    weights.require_parameters(config.init_from, config.model)
+
+
+def compile_steps(
+    setup: TrainSetup, console: "Console", *, example: Any = None, done: int = 0
+) -> dict[int, Any]:
+    """Compiles the programs that a run still needs: for its first steps in BF16, and the others.
+
+    Prints how long that took and how much memory each program needs.
+
+    Args:
+        setup: the run.
+        console: where to print.
+        example: a row of a batch; by default the family's.
+        done: how many steps the run has taken before.
+
+    Returns:
+        Each program by the number of steps that come before its first one.
+    """
+    config, mesh, optimizer, *_ = setup
+    in_bf16 = config.steps_in_bf16
+    programs = {}
+    if max(done, in_bf16) < config.total_steps:
+        programs[max(done, in_bf16)] = _compile(setup, console, "the step", example)
+    if done < in_bf16:
+        start = prepare(config.bf16_phase, mesh, optimizer=optimizer)
+        what = f"the first {in_bf16:,} steps, in BF16,"
+        programs[done] = _compile(start, console, what, example)
+    return programs
+
+
+def _compile(setup: TrainSetup, console: "Console", what: str, example: Any) -> Any:
+    begin = time.perf_counter()
+    program = setup.lower(example).compile()
+    seconds = time.perf_counter() - begin
+    parts, device = batch_parts(setup.mesh), setup.mesh.local_devices[0]
+    memory = accounting.account(
+        setup.config, setup.abstract, program, batch_parts=parts, device=device
+    )
+    console.print(accounting.table(memory))
+    console.print(f"Compiled {what} in {seconds:.1f} s.", highlight=False)
+    if not memory.fits:
+        advice = accounting.advice(setup.config, batch_parts=parts)
+        console.print(f"It will not fit the device. {advice}", style="bold red", highlight=False)
+    return program
