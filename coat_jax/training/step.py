@@ -28,7 +28,7 @@ from coat_jax.optax.clipping import clip_scale
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.schedule import learning_rate
 from coat_jax.training.stages import scale_of_stage
-from coat_jax.validation import shown
+from coat_jax.validation import brief
 
 
 class State(NamedTuple):
@@ -164,7 +164,7 @@ def _number(name: str, value: Any) -> Array:
     dtype = getattr(value, "dtype", type(value))
     kinds = (jnp.floating, jnp.integer, jnp.bool_)
     if not any(jnp.issubdtype(dtype, kind) for kind in kinds) or jnp.shape(value):
-        raise UserError(f"metrics[{name!r}] returns {shown(value)}, and must return a real number.")
+        raise UserError(f"metrics[{name!r}] returns {brief(value)}, and must return a real number.")
     return jnp.asarray(value)
 
 

@@ -13,6 +13,7 @@ from small_model import SMALL, filled
 from train_cases import mesh_of, small
 
 from coat_jax import models
+from coat_jax.models import lazy_arrays
 from coat_jax.training.checkpoint import conversion, weights
 from coat_jax.training.cluster.batches import open_data
 from coat_jax.training.setup import prepare, require_same_model

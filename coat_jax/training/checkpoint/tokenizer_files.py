@@ -56,7 +56,7 @@ def read(
         files |= _tokenizer_of_run(folder, data, note)
     parsed = None
     if TOKENIZER in files:
-        parsed = tokenizers.parsed(files[TOKENIZER], str(folder / TOKENIZER))
+        parsed = tokenizers.parse(files[TOKENIZER], str(folder / TOKENIZER))
     special = {name: config_json.get(name) for name in SPECIAL}
     if data is not None and GENERATION not in files:
         special["eos_token_id"] = data.get("end_of_text")
@@ -102,7 +102,7 @@ def _tokenizer_of_run(
         )
         return {}
     content = _read(folder, path)
-    tokenizers.parsed(content, str(path))  # by the name that the user knows
+    tokenizers.parse(content, str(path))  # by the name that the user knows
     return {TOKENIZER: content}
 
 
