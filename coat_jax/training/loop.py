@@ -111,6 +111,7 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
             step, state, extra = checkpoints.restore(prepared.abstract)
             resume = resume_state.from_json(step, extra)
             data.restore(dict(resume.data))
+            checkpoints.prune()
             say(f"Resumes after step {step:,} of {config.total_steps:,}.")
             if step == config.total_steps:
                 say("The run is complete. To train it further, raise --total_steps.")
