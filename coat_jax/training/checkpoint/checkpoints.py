@@ -161,6 +161,12 @@ class Checkpoints:
             require_stored_like(self._folders.folder(self._checked) / STATE, like)
         return self._checked
 
+    def prune(self) -> None:
+        """Removes what is not worth keeping, as `save` does: a killed run may leave too many."""
+        self.wait()
+        if (newest := self._current) is not None:
+            run_on_main(lambda: self._prune(newest))
+
     def steps(self) -> list[int]:
         """The steps that were saved completely, oldest first, without a check for damage."""
         self.wait()
@@ -226,12 +232,15 @@ class Checkpoints:
                 if is_main():
                     shutil.rmtree(folder, ignore_errors=True)
                 raise
-        self._prune()
+        self._prune(step)
 
-    def _prune(self) -> None:
-        """On the first process: removes what is not worth keeping; nothing damaged is the best."""
-        losses: dict[int, float | None] = dict.fromkeys(self._folders.steps())
-        for step in losses:
+    def _prune(self, newest: int) -> None:
+        """On the first process: removes what is not worth keeping up to this step.
+
+        Later ones are damaged or of an abandoned branch, and must not displace intact ones.
+        """
+        losses: dict[int, float | None] = {s: None for s in self._folders.steps() if s <= newest}
+        for step in losses:  # a damaged one is never one of the best
             with contextlib.suppress(DamagedCheckpoint):
                 losses[step] = self._folders.record(step).get("loss")
         for step in losses.keys() - steps_to_keep(losses, self._keep, self._keep_best):

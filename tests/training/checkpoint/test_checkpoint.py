@@ -184,16 +184,13 @@ def test_the_newest_and_the_best_stay(losses, keep, keep_best, kept):
 
 
 def test_the_others_are_removed_also_by_the_next_process(folder):
-    """A damaged checkpoint, later than the one that was restored, displaces none."""
     with Checkpoints(folder, keep=2, keep_best=1) as checkpoints:
         for step, loss in [(8, 3.0), (9, 1.0), (10, 2.0), (11, None), (12, 4.0)]:
             checkpoints.save(step, state_of(step), {}, loss=loss)
         assert checkpoints.steps() == [9, 11, 12]
     assert sorted(path.name for path in folder.iterdir()) == ["11", "12", "9"]
-    truncate(folder / "12")
-    notes = []
-    with Checkpoints(folder, keep=1, note=notes.append) as checkpoints:
-        assert checkpoints.restore(like(state_of(11))).step == 11
+    with Checkpoints(folder, keep=1) as checkpoints:
+        checkpoints.restore(like(state_of(12)))
         checkpoints.save(13, state_of(13), {}, loss=3.0)
         assert checkpoints.steps() == [9, 13]
 
@@ -328,6 +325,18 @@ def test_a_save_that_cannot_be_read_back_is_no_checkpoint(folder, monkeypatch):
         with pytest.raises(UserError, match=r"state is not a complete checkpoint: .* not exist"):
             checkpoints.wait()
     assert list(folder.iterdir()) == []
+
+
+def test_pruning_removes_what_a_killed_run_left_over_before_the_step_restored(folder):
+    """Damaged checkpoints do not displace whole ones."""
+    save_all(folder, [1, 2, 3, 4, 5])
+    truncate(folder / "5")
+    with Checkpoints(folder, keep=2, keep_best=0, note=[].append) as checkpoints:
+        checkpoints.prune()
+        assert checkpoints.steps() == [1, 2, 3, 4, 5]  # who restored nothing, removes nothing
+        assert checkpoints.restore(like(state_of(4))).step == 4
+        checkpoints.prune()
+        assert checkpoints.steps() == [3, 4, 5]
 
 
 def test_a_checkpoint_that_cannot_be_removed_is_noted_and_does_not_end_the_run(two, monkeypatch):
