@@ -68,14 +68,9 @@ def stepped(name, params, grads, seed=0):
 
 
 @random
-def test_two_runs_are_equal_bit_for_bit_and_the_seed_matters(name):
-    """Each run a program of its own: in one XLA may compute equal steps once."""
+def test_the_seed_decides_how_a_step_rounds(name):
     params, grads = {"w": normal(0, SHAPE, jnp.bfloat16)}, {"w": normal(1, SHAPE)}
-    one, again, other = (
-        jax.jit(lambda p, g, seed=seed: stepped(name, p, g, seed))(params, grads)
-        for seed in (1, 1, 2)
-    )
-    assert_equal(one, again)
+    one, other = jax.jit(lambda p, g: [stepped(name, p, g, seed) for seed in (1, 2)])(params, grads)
     shares = [np.mean(a != b) for a, b in zip(*map(jax.tree.leaves, (one, other)), strict=True)]
     assert 0.01 < max(shares) < 0.6
 
