@@ -69,7 +69,7 @@ def test_where_sees_path_and_leaf_and_decides():
         nothing.init(PARAMS)
 
 
-def test_a_leaf_that_follows_no_parameter_is_not_compressed():
+def test_what_follows_no_parameter_or_is_for_users_to_read_is_not_compressed():
     table = jnp.linspace(0, 1, 64 * 256).reshape(64, 256)
 
     def init(params):
@@ -81,6 +81,8 @@ def test_a_leaf_that_follows_no_parameter_is_not_compressed():
     state = compress(optax.GradientTransformation(init, update)).init(PARAMS)
     assert state.codes["table"].dtype == jnp.float32
     assert state.codes["moment"]["large"].dtype == jnp.float8_e4m3fn
+    search = compress(optax.scale_by_backtracking_linesearch(15, store_grad=True))
+    assert search.init(PARAMS).codes.grad["large"].dtype == jnp.float32
 
 
 def is_matrix(params):
