@@ -16,6 +16,7 @@ from typing import NamedTuple
 from coat_jax.errors import UserError
 from coat_jax.evaluation.likelihood import OnProgress, Passage, log_probabilities
 from coat_jax.models import Llama
+from coat_jax.models.protocol import require_capability
 from coat_jax.printable import amount
 
 
@@ -92,6 +93,7 @@ def perplexity(
         batch: windows at a time.
         progress: called with how many windows are done, and of how many.
     """
+    require_capability("perplexity", model, "hidden", "logits")
     size = model.config.context if window is None else window
     of_texts = [windows(tokens, size) for tokens in texts]
     passages = [passage for of_text in of_texts for passage in of_text]

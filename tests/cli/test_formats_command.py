@@ -87,7 +87,7 @@ def test_a_run_and_a_hugging_face_folder_say_the_same(theirs, tmp_path, capsys):
     lines = one.splitlines()
     assert lines[0].split() == ["weights", "INT8", "E5M2", "best"]
     assert len(lines) == 1 + MATRICES + 3
-    assert f"best: INT8 for {MATRICES} of {MATRICES}; mean bits: INT8 7." in lines[-2]
+    assert f"best: INT8 for {MATRICES} of {MATRICES}; mean bits: INT8 6.9" in lines[-2]
 
 
 def test_a_sample_has_whole_channels(theirs):
