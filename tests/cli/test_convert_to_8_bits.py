@@ -93,7 +93,7 @@ def test_it_is_what_the_library_makes(theirs, in_int8, text, model, tmp_path):
 
 
 def test_a_model_may_be_balanced_before(theirs, text, model, tmp_path):
-    """And its ranges are those that it has then. Without 8 bits, too, and back again."""
+    """And its ranges are those that it has then. Without 8 bits, too, and again."""
     rows = rows_of([*TEXT.encode()])
     balanced = q.balance(model, [rows])
     static = ["--to", "int8", "--activations", "static", "--calibrate", text, "--balance", text]
@@ -102,9 +102,9 @@ def test_a_model_may_be_balanced_before(theirs, text, model, tmp_path):
     ranges = q.calibrate(balanced, [rows], recipe)
     assert_same(tmp_path / "a", q.quantize(balanced, recipe, ranges))
 
-    assert convert(theirs, tmp_path / "run", "--balance", text) == 0
-    assert convert(tmp_path / "run", tmp_path / "again", "--balance", text) == 0
-    for folder, expected in (("run", balanced), ("again", q.balance(balanced, [rows]))):
+    assert convert(theirs, tmp_path / "b", "--balance", text) == 0
+    assert convert(tmp_path / "b", tmp_path / "again", "--balance", text) == 0
+    for folder, expected in (("b", balanced), ("again", q.balance(balanced, [rows]))):
         loaded = weights.load(tmp_path / folder, CONFIG)
         jax.tree.map(np.testing.assert_array_equal, nnx.state(loaded), nnx.state(expected))
 

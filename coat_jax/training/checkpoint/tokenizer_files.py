@@ -50,7 +50,7 @@ def read(
         known = tokenizers.Tokenizer(tokenizer)
         known.require_fits(vocab)
         files[TOKENIZER] = known.content
-    data = config_json.get("data")  # a run without any was converted: it was trained elsewhere
+    data = config_json.get("data")  # of a run
     data = data if isinstance(data, dict) else None
     if data is not None and TOKENIZER not in files:
         files |= _tokenizer_of_run(folder, data, note)
