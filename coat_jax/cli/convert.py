@@ -50,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("out", type=Path, metavar="TO", help="the folder to make")
     dtype = "of the parameters in TO (default: that of FROM; with --to what the model computes in)"
     add("--dtype", choices=("float32", "bfloat16", "float16"), help=dtype)
-    tokenizer = 'a tokenizer.json to copy and to read texts with, if FROM has none; or "bytes"'
+    tokenizer = (
+        'a tokenizer.json to read texts with and to copy, instead of FROM\'s own; or "bytes"'
+    )
     add("--tokenizer", metavar="FILE", help=tokenizer)
     add("--balance", type=Path, metavar="FILE", help="a text on which the model is balanced")
     add_count(parser, "--tokens", None, f"how many of each text are read (default: {TOKENS:,})")
@@ -74,12 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Converts, and prints a line about the result."""
     from coat_jax.cli.texts import BYTES
-    from coat_jax.training.checkpoint import conversion, weights
+    from coat_jax.training.checkpoint import conversion
 
     source, out = expand_user(options.source), expand_user(options.out)
-    of_run = weights.is_run(weights.read_config_json(source))
     recipe = _recipe(options)
-    _require_effects(options, recipe, of_run=of_run)
+    _require_effects(options, recipe)
     tokenizer = None if options.tokenizer == BYTES else options.tokenizer
     tokens, balance_on = _tokens(options, "calibrate"), _tokens(options, "balance")
     exit_on_signals()
@@ -122,15 +123,12 @@ def _recipe(options: argparse.Namespace) -> "Recipe | None":
     return recipe
 
 
-def _require_effects(options: argparse.Namespace, recipe: "Recipe | None", *, of_run: bool) -> None:
+def _require_effects(options: argparse.Namespace, recipe: "Recipe | None") -> None:
     """Raises for an option that has no effect with the others."""
     from coat_jax.cli.texts import BYTES
 
     reads = options.calibrate is not None or options.balance is not None
-    lacks_own = of_run or not (expand_user(options.source) / "tokenizer.json").exists()
     effects = [
-        ("step", of_run, "the checkpoints of a run"),
-        ("tokenizer", lacks_own, "a folder without a tokenizer.json"),
         ("tokenizer", options.tokenizer != BYTES or reads, "--calibrate and --balance, if bytes"),
         ("tokens", reads, "--calibrate and --balance"),
     ]
