@@ -50,9 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("out", type=Path, metavar="TO", help="the folder to make")
     dtype = "of the parameters in TO (default: that of FROM; with --to what the model computes in)"
     add("--dtype", choices=("float32", "bfloat16", "float16"), help=dtype)
-    tokenizer = (
-        'a tokenizer.json to read texts with and to copy, instead of FROM\'s own; or "bytes"'
-    )
+    tokenizer = 'a tokenizer.json for texts and for TO (default: that of FROM), or "bytes"'
     add("--tokenizer", metavar="FILE", help=tokenizer)
     add("--balance", type=Path, metavar="FILE", help="a text on which the model is balanced")
     add_count(parser, "--tokens", None, f"how many of each text are read (default: {TOKENS:,})")
