@@ -74,7 +74,7 @@ def convert(
     weights.require_not_quantized(source, "Conversion")
     config, config_json = weights.model_config(source), weights.read_config_json(source)
     format = hf_of(config)
-    files = tokenizer_files.read(source, config_json, tokenizer, config.vocab, note)
+    files, special = tokenizer_files.read(source, config_json, tokenizer, config.vocab, note)
     # A recipe rounds the parameters as they are stored; in FP32 that is with their corrections.
     if dtype is not None and (recipe is None or jnp.dtype(dtype) == jnp.float32):
         config = dataclasses.replace(config, param_dtype=jnp.dtype(dtype))
@@ -90,7 +90,7 @@ def convert(
     total = sum(map(lazy_arrays.size_of, parameters.values()))
     in_files: dict[str, Any] = {
         "dtype": dtype,
-        "extra": tokenizer_files.special_tokens(files),
+        "extra": special,
         "file_bytes": file_bytes,
         "progress": functools.partial(progress, total),
     }
