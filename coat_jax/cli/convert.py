@@ -1,9 +1,9 @@
 """Make a Hugging Face folder of a model, or quantize it: `coat convert FROM TO`.
 
 FROM is the folder of a run, or a Hugging Face folder (config.json, safetensors). TO becomes a
-Hugging Face folder, for transformers, vLLM and every command that takes a model. Tensors stay the
-same bit for bit, unless --dtype changes them. One piece of a tensor is in memory at a time. TO
-appears when it is complete.
+Hugging Face folder, for transformers, vLLM and every command that takes a model. Tensors have the
+dtype in the config of FROM, or that of --dtype, and otherwise stay the same bit for bit. One piece
+of a tensor is in memory at a time. TO appears when it is complete.
 
 With --to, the linear layers in TO have 8 bits, for inference with `coat generate`, vLLM or
 transformers. Weights have one scale per output channel. Activations stay as they are (--activations
