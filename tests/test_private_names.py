@@ -3,20 +3,9 @@
 A test that fails here names the file that a release of the library has broken.
 """
 
-import inspect
-
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-
-
-def test_orbax_writes_each_array_by_a_method_that_orbax_saving_overrides():
-    """`coat_jax/training/checkpoint/orbax_saving.py`."""
-    import orbax.checkpoint as ocp
-
-    method = ocp.type_handlers.NumpyHandler._open_and_write
-    assert inspect.iscoroutinefunction(method)
-    assert list(inspect.signature(method).parameters) == ["self", "value", "tspec", "ts_context"]
 
 
 def test_orbax_keeps_each_array_under_its_keys_joined_by_dots(tmp_path):

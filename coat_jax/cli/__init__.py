@@ -32,7 +32,7 @@ COMMANDS = {
     "train": "train a model, from a config to a checkpoint",
     "generate": "continue a text with a trained model",
     "evaluate": "measure perplexity on texts, and accuracy on questions",
-    "convert": "convert a model from or to Hugging Face's format, or to 8 bits",
+    "convert": "make a Hugging Face folder of a model, also in 8 bits",
     "tokenize": "turn text into files of tokens",
     "plot": "draw the loss curves of runs",
     "formats": "compare small number formats on each tensor of a model",

@@ -1,15 +1,15 @@
-"""Convert a model from or to Hugging Face's format, or quantize it: `coat convert FROM TO`.
+"""Make a Hugging Face folder of a model, or quantize it: `coat convert FROM TO`.
 
-If FROM is a Hugging Face folder (config.json, safetensors), TO becomes the folder of a run. Its one
-checkpoint holds only parameters, for `coat generate` and for `coat train --init_from`. If FROM is
-the folder of a run, TO becomes a Hugging Face folder. Tensors stay the same bit for bit, unless
---dtype changes them. One piece of a tensor is in memory at a time. TO appears when it is complete.
+FROM is the folder of a run, or a Hugging Face folder (config.json, safetensors). TO becomes a
+Hugging Face folder, for transformers, vLLM and every command that takes a model. Tensors have the
+dtype in the config of FROM, or that of --dtype, and otherwise stay the same bit for bit. One piece
+of a tensor is in memory at a time. TO appears when it is complete.
 
-With --to, FROM may be either kind of folder. TO becomes a Hugging Face folder whose linear layers
-have 8 bits, for inference with `coat generate`, vLLM or transformers. Weights have one scale per
-output channel. Activations stay as they are (--activations none), or are rounded with a scale for
-each token (dynamic), or with one scale for a layer, which --calibrate finds on a text (static). One
-parameter of one layer is in memory at a time; during calibration, the whole model.
+With --to, the linear layers in TO have 8 bits, for inference with `coat generate`, vLLM or
+transformers. Weights have one scale per output channel. Activations stay as they are (--activations
+none), or are rounded with a scale for each token (dynamic), or with one scale for a layer, which
+--calibrate finds on a text (static). One parameter of one layer is in memory at a time; during
+calibration, the whole model.
 
 --balance reads a text and moves part of each outlier in the inputs of linear layers into their
 weights. Outliers are columns that are much larger than the others, which are left few INT8 codes.
@@ -17,7 +17,6 @@ The model in TO computes the same as that in FROM, in BF16 and FP32 to the last 
 --to int8, and before a model is trained in coat_int8. While the text is read, the whole model is in
 memory.
 
-  coat convert Llama-3.1-8B llama8b
   coat convert out/llama_124m export --dtype bfloat16
   coat convert Llama-3.1-8B llama8b-int8 --to int8
   coat convert out/llama_124m small --to mixed --activations static --calibrate sample.txt
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coat_jax.cli.arguments import STEP, add_count, require_effects
-from coat_jax.cli.output import note, progress_bar
+from coat_jax.cli.output import exit_on_signals, note, progress_bar
 from coat_jax.errors import UserError
 from coat_jax.files import expand_user
 from coat_jax.printable import amount, printable
@@ -49,9 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", type=Path, metavar="FROM", help="a folder with a model")
     add("out", type=Path, metavar="TO", help="the folder to make")
-    dtype = "of the parameters in TO (default: as in FROM; with --to what the model computes in)"
+    dtype = "of the parameters in TO (default: that of FROM; with --to what the model computes in)"
     add("--dtype", choices=("float32", "bfloat16", "float16"), help=dtype)
-    tokenizer = 'a tokenizer.json to copy and to read texts with, if FROM has none; or "bytes"'
+    tokenizer = 'a tokenizer.json for texts and for TO (default: that of FROM), or "bytes"'
     add("--tokenizer", metavar="FILE", help=tokenizer)
     add("--balance", type=Path, metavar="FILE", help="a text on which the model is balanced")
     add_count(parser, "--tokens", None, f"how many of each text are read (default: {TOKENS:,})")
@@ -75,16 +74,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Converts, and prints a line about the result."""
     from coat_jax.cli.texts import BYTES
-    from coat_jax.training.checkpoint import conversion, weights
+    from coat_jax.training.checkpoint import conversion
 
     source, out = expand_user(options.source), expand_user(options.out)
-    of_run = weights.is_run(weights.read_config_json(source))
     recipe = _recipe(options)
-    _require_effects(options, recipe, of_run=of_run)
-    if recipe is not None:
-        weights.require_not_quantized(source, "Quantization")
+    _require_effects(options, recipe)
     tokenizer = None if options.tokenizer == BYTES else options.tokenizer
     tokens, balance_on = _tokens(options, "calibrate"), _tokens(options, "balance")
+    exit_on_signals()
     with progress_bar() as bar:
         task = bar.add_task("", total=None)
         schemes = conversion.convert(
@@ -99,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
             progress=lambda total, size: bar.update(task, total=total, advance=size),
             note=note,
         )
-    what = "a Hugging Face folder" if of_run else "the folder of a run"
+    what = "a Hugging Face folder"
     if recipe is not None:
         formats = [scheme.format for scheme in schemes.values()]
         listed = ", ".join(f"{formats.count(f)} in {f.upper()}" for f in sorted(set(formats)))
@@ -124,15 +121,12 @@ def _recipe(options: argparse.Namespace) -> "Recipe | None":
     return recipe
 
 
-def _require_effects(options: argparse.Namespace, recipe: "Recipe | None", *, of_run: bool) -> None:
+def _require_effects(options: argparse.Namespace, recipe: "Recipe | None") -> None:
     """Raises for an option that has no effect with the others."""
     from coat_jax.cli.texts import BYTES
 
     reads = options.calibrate is not None or options.balance is not None
-    lacks_own = of_run or not (expand_user(options.source) / "tokenizer.json").exists()
     effects = [
-        ("step", of_run, "the checkpoints of a run"),
-        ("tokenizer", lacks_own, "a folder without a tokenizer.json"),
         ("tokenizer", options.tokenizer != BYTES or reads, "--calibrate and --balance, if bytes"),
         ("tokens", reads, "--calibrate and --balance"),
     ]

@@ -8,6 +8,7 @@ or a closed terminal. Other commands end, as Unix tools do (`discard_broken`).
 import contextlib
 import io
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +42,13 @@ def escape_unencodable() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def exit_on_signals() -> None:
+    """From now on, SIGTERM and SIGHUP raise SystemExit, so that unfinished files are removed."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:  # `nohup` ignores SIGHUP
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def note(text: str) -> None:

@@ -49,9 +49,8 @@ def tokenizer_of(folder: Path, config: "Config", asked: str | None) -> AnyTokeni
     config_json, own = weights.read_config_json(folder), folder / "tokenizer.json"
     file = asked or (own if own.exists() else data_of(folder, config_json).get("tokenizer"))
     if file is not None:
-        # Our training puts nothing in front of a text. A run that was converted has no data.
-        trained_here = weights.is_run(config_json) and "data" in config_json
-        tokenizer = Tokenizer(file, begin=not trained_here)
+        # Our training puts nothing in front of a text.
+        tokenizer = Tokenizer(file, begin=not weights.is_run(config_json))
         tokenizer.require_fits(config.vocab)
         return tokenizer
     if config.vocab != Bytes.vocab:

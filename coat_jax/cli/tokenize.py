@@ -10,7 +10,7 @@ The folder appears when it is complete; a run that is interrupted leaves nothing
 import argparse
 from pathlib import Path
 
-from coat_jax.cli.output import progress_bar
+from coat_jax.cli.output import exit_on_signals, progress_bar
 from coat_jax.errors import UserError
 from coat_jax.files import expand_user
 from coat_jax.printable import amount, printable
@@ -42,6 +42,7 @@ def run(options: argparse.Namespace) -> int:
     if are_tokens(paths):
         raise UserError(f"{paths[0]} holds tokens already: name text files or .jsonl.")
     tokenizer = document_tokenizer(options.tokenizer, options.end_of_text)
+    exit_on_signals()
     with progress_bar(TextColumn("{task.fields[tokens]:,} tokens")) as bar:
         task = bar.add_task("", total=sum(path.stat().st_size for path in paths), tokens=0)
 

@@ -93,7 +93,7 @@ def test_it_is_what_the_library_makes(theirs, in_int8, text, model, tmp_path):
 
 
 def test_a_model_may_be_balanced_before(theirs, text, model, tmp_path):
-    """And its ranges are those that it has then. Without 8 bits, too, and back again."""
+    """And its ranges are those that it has then. Without 8 bits, too, and again."""
     rows = rows_of([*TEXT.encode()])
     balanced = q.balance(model, [rows])
     static = ["--to", "int8", "--activations", "static", "--calibrate", text, "--balance", text]
@@ -102,9 +102,9 @@ def test_a_model_may_be_balanced_before(theirs, text, model, tmp_path):
     ranges = q.calibrate(balanced, [rows], recipe)
     assert_same(tmp_path / "a", q.quantize(balanced, recipe, ranges))
 
-    assert convert(theirs, tmp_path / "run", "--balance", text) == 0
-    assert convert(tmp_path / "run", tmp_path / "again", "--balance", text) == 0
-    for folder, expected in (("run", balanced), ("again", q.balance(balanced, [rows]))):
+    assert convert(theirs, tmp_path / "b", "--balance", text) == 0
+    assert convert(tmp_path / "b", tmp_path / "again", "--balance", text) == 0
+    for folder, expected in (("b", balanced), ("again", q.balance(balanced, [rows]))):
         loaded = weights.load(tmp_path / folder, CONFIG)
         jax.tree.map(np.testing.assert_array_equal, nnx.state(loaded), nnx.state(expected))
 
@@ -203,7 +203,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_work(
         (["--to", "int8", "--percentile", "99"], "--percentile is for --fit percentile and"),
         (["--to", "int8", "--activation-fit", "max"], "--activation-fit is for --activations st"),
         (["--to", "int8", "--leave", "*.dwn"], "leave='*.dwn' matches no projection"),
-        (["--to", "int8", "--step", "1"], "--step is for the checkpoints of a run"),
+        (["--to", "int8", "--step", "1"], "There is no step 1 in"),
     ],
 )
 def test_options_that_do_not_fit(options, named, theirs, text, tmp_path, capsys):
@@ -232,8 +232,6 @@ def test_a_folder_without_a_tokenizer_may_be_given_one(text, tmp_path, capsys):
     capsys.readouterr()
     said = refused(capsys, "convert", folder, tmp_path / "no", "--tokenizer", "bytes")
     assert "--tokenizer is for --calibrate" in said
-    said = refused(capsys, "convert", tmp_path / "a", tmp_path / "no", "--tokenizer", words)
-    assert "--tokenizer is for a folder without a tokenizer.json" in said
 
 
 @pytest.mark.parametrize(("tokens", "said"), [(1, "sees 1 token only"), (600, "")])

@@ -6,14 +6,13 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cli_cases import write_words
-from old_runs import forget_config
+from cli_cases import save_run, write_config, write_words
 from small_model import filled
 
 from coat_jax import cli, models
 from coat_jax.models import hf
 from coat_jax.numerics.quantizer import Quantizer
-from coat_jax.training.checkpoint import conversion, weights
+from coat_jax.training.checkpoint import weights
 from coat_jax.training.report import best_formats
 
 # Few shapes: a program is compiled for each shape and format.
@@ -81,8 +80,8 @@ def test_a_text_shows_the_error_of_each_tensor_in_training(theirs, tmp_path, cap
 
 
 def test_a_run_and_a_hugging_face_folder_say_the_same(theirs, tmp_path, capsys):
-    conversion.convert(theirs, tmp_path / "ours")
-    one, other = (asked(capsys, f, *FEW, "--over", "tensor") for f in (theirs, tmp_path / "ours"))
+    run = save_run(tmp_path / "run", MODEL)
+    one, other = (asked(capsys, f, *FEW, "--over", "tensor") for f in (theirs, run))
     assert one == other
     lines = one.splitlines()
     assert lines[0].split() == ["weights", "INT8", "E5M2", "best"]
@@ -102,17 +101,14 @@ def test_a_sample_has_whole_channels(theirs):
 
 
 def test_a_text_is_read_with_the_tokenizer_that_the_run_was_trained_with(
-    theirs, tmp_path, capsys, monkeypatch
+    tmp_path, capsys, monkeypatch
 ):
     read = []
     monkeypatch.setattr(best_formats, "in_training", lambda *given: read.append(given[-1]) or [])
-    run, text = tmp_path / "run", tmp_path / "text.txt"
-    conversion.convert(theirs, run)
+    run, text = save_run(tmp_path / "run", MODEL), tmp_path / "text.txt"
     text.write_text("yes")
     elsewhere = write_words(tmp_path / "words.json", "yes", "no")
-    said = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps(said | {"data": {"tokenizer": str(elsewhere)}}))
-    forget_config(run / "checkpoints" / "0")
+    write_config(run, CONFIG, data={"tokenizer": str(elsewhere)})
     assert cli.main(["formats", str(run), *FEW, "--text", str(text)]) == 2
     assert "text.txt has 1 token: give 2 or more" in capsys.readouterr().err
     asked(capsys, run, *FEW, "--text", text, "--tokenizer", "bytes", "--json")

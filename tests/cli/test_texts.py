@@ -32,10 +32,9 @@ def folder_of(tmp_path, said):
     ("said", "tokens"),
     [
         ({"model": {}, "data": {"tokenizer": "TOKENIZER"}}, [0, 1]),
-        ({"model": {}}, [2, 0, 1]),
         (THEIRS, [2, 0, 1]),
     ],
-    ids=["trained here", "converted", "theirs"],
+    ids=["trained here", "theirs"],
 )
 def test_texts_begin_as_those_of_training_did(said, tokens, tmp_path, tokenizer):
     """With nothing in front where a run was trained here, otherwise as the tokenizer says."""

@@ -197,7 +197,6 @@ def test_a_file_in_the_place_of_a_folder_is_named_and_the_other_way_round(out):
 
 
 def test_the_end_of_text_is_written_once(out):
-    """What `coat convert` put there may say more."""
     path = out / "generation_config.json"
     for end, written in ((None, None), (3, 3), (4, 3)):
         claim(small(out=str(out)), end_of_text=end)

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from small_model import SMALL, filled
 from train_cases import mesh_of, small
 
 from coat_jax import models
-from coat_jax.models import lazy_arrays
-from coat_jax.training.checkpoint import conversion, weights
+from coat_jax.training import resume_rules
+from coat_jax.training.checkpoint import Checkpoints, weights
 from coat_jax.training.cluster.batches import open_data
 from coat_jax.training.setup import prepare, require_same_model
 
@@ -27,6 +28,12 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("hf")
     models.hf.save(path, models.create(CONFIG.model, seed=5), dtype=jnp.bfloat16)
     return str(path)
+
+
+def save_run(folder, model):
+    extra = {"config": {"model": resume_rules.to_json(model.config)}}
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        checkpoints.save(0, {"params": nnx.state(model)}, extra, wait=True)
 
 
 def made(config, sizes=(2, 2, 2)):
@@ -66,7 +73,7 @@ def test_a_run_begins_from_a_folder_or_where_another_run_ended(folder, tmp_path)
     assert state.params["embed"][...].dtype == jnp.float32
     np.testing.assert_array_equal(state.params["embed"][...], embed.astype(jnp.bfloat16))
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.moments))
-    conversion.convert(folder, tmp_path / "run")
+    save_run(tmp_path / "run", models.hf.load(folder))
     _, again = made(dataclasses.replace(CONFIG, init_from=str(tmp_path / "run")), (1, 1, 1))
     for a, b in zip(*map(jax.tree.leaves, (state, again)), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -75,7 +82,7 @@ def test_a_run_begins_from_a_folder_or_where_another_run_ended(folder, tmp_path)
 def test_layers_one_by_one_may_be_stacked_in_the_next_run(tmp_path):
     """Eleven of them: in a checkpoint the names of layers are sorted as text."""
     model = filled(dataclasses.replace(SMALL, layers=11, scan=False))
-    weights.write(tmp_path, model.config, lazy_arrays.parameters_of(model))
+    save_run(tmp_path, model)
     found = weights.parameters_of(tmp_path, model.config)
     assert [name[1] for name in found if name[-1] == "down"] == list(range(11))
     stacked = weights.load(tmp_path, dataclasses.replace(model.config, scan=True))

@@ -1,12 +1,12 @@
-"""A run on disk: complete or absent, checked before use, and converted to other formats.
+"""A run on disk: complete or absent, checked before use, and converted to Hugging Face folders.
 
 checkpoints     states of a run, written in the background
 step_folders    one folder for each step, complete or absent
 resume_state    what a checkpoint stores besides the state
 weights         the parameters without the rest of the state
-conversion      to and from Hugging Face folders, and to 8 bits
+conversion      to Hugging Face folders, balanced or in 8 bits
 tokenizer_files the small files beside weights: tokenizer, generation settings
-orbax_saving    saves with orbax: failures that leave no files, arrays larger than memory
+orbax_saving    saves with orbax: failures that leave no files
 
 The checksums of a folder's files are written and compared by `coat_jax.manifest`.
 """

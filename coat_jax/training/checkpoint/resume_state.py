@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from coat_jax.errors import UserError
 from coat_jax.training import resume_rules
 from coat_jax.training.config import TrainConfig
 
@@ -25,11 +24,6 @@ def to_json(resume: ResumeState, config: TrainConfig) -> dict[str, Any]:
 
 
 def from_json(step: int, extra: Mapping[str, Any]) -> ResumeState:
-    """Reads what `to_json` wrote; raises UserError if another program saved the checkpoint."""
-    if not {"data", "seconds"} <= extra.keys():
-        raise UserError(
-            f"The checkpoint of step {step} does not say where a run stands: `coat train` did not "
-            "save it. Begin from its parameters with --init_from, in another folder."
-        )
+    """Reads what `to_json` wrote."""
     known = {name: extra[name] for name in ResumeState._fields if name in extra}
     return ResumeState(**known | {"step": step})

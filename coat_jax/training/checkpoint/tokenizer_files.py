@@ -34,8 +34,8 @@ def read(
     tokenizer: str | Path | None,
     vocab: int,
     note: Callable[[str], object],
-) -> TokenizerFiles:
-    """The files in a model's folder, with the special tokens of its config.json.
+) -> tuple[TokenizerFiles, dict[str, Any]]:
+    """The files in a model's folder, and its special tokens by their names in config.json.
 
     Args:
         folder: of a run, whose config may name a tokenizer inside, or one of Hugging Face.
@@ -50,26 +50,29 @@ def read(
         known = tokenizers.Tokenizer(tokenizer)
         known.require_fits(vocab)
         files[TOKENIZER] = known.content
-    data = config_json.get("data")  # a run without any was converted: it was trained elsewhere
-    data = data if isinstance(data, dict) else None
-    if data is not None and TOKENIZER not in files:
+    data: Any = config_json.get("data")
+    of_run = isinstance(data, dict)
+    if of_run and TOKENIZER not in files:
         files |= _tokenizer_of_run(folder, data, note)
     parsed = None
     if TOKENIZER in files:
         parsed = tokenizers.parse(files[TOKENIZER], str(folder / TOKENIZER))
     special = {name: config_json.get(name) for name in SPECIAL}
-    if data is not None and GENERATION not in files:
+    if of_run and GENERATION not in files:
         special["eos_token_id"] = data.get("end_of_text")
         if special["eos_token_id"] is None and parsed is not None:
             special["eos_token_id"] = tokenizers.known_end_of_text(parsed)
-    if data is not None and parsed is not None:
+    if of_run and parsed is not None:
         _note_beginning(parsed, note)
     # The config.json of a run has no special tokens; in a Hugging Face folder either file may.
-    own = generation_in(files)
-    missing = {k: v for k, v in special.items() if v is not None and own.get(k) is None}
-    if missing:
-        files[GENERATION] = (json.dumps(own | missing, indent=2) + "\n").encode()
-    return files
+    generation = parse_json(files.get(GENERATION, b"{}"), GENERATION)
+    if not isinstance(generation, dict):
+        raise UserError(f"{GENERATION} is not a JSON object: remove or fix it.")
+    special |= {name: generation[name] for name in SPECIAL if generation.get(name) is not None}
+    special = {name: token for name, token in special.items() if token is not None}
+    if generation | special != generation:
+        files[GENERATION] = (json.dumps(generation | special, indent=2) + "\n").encode()
+    return files, special
 
 
 def _note_beginning(tokenizer: Any, note: Callable[[str], object]) -> None:
@@ -104,20 +107,6 @@ def _tokenizer_of_run(
     content = _read(folder, path)
     tokenizers.parse(content, str(path))  # by the name that the user knows
     return {TOKENIZER: content}
-
-
-def special_tokens(files: TokenizerFiles) -> dict[str, Any]:
-    """Returns the tokens that begin, end and pad a text, by their names in config.json."""
-    own = generation_in(files)
-    return {name: own[name] for name in SPECIAL if own.get(name) is not None}
-
-
-def generation_in(files: TokenizerFiles) -> dict[str, Any]:
-    """The content of generation_config.json; empty without one."""
-    found = parse_json(files.get(GENERATION, b"{}"), GENERATION)
-    if not isinstance(found, dict):
-        raise UserError(f"{GENERATION} is not a JSON object: remove or fix it.")
-    return found
 
 
 def write(files: TokenizerFiles, folder: Path) -> None:

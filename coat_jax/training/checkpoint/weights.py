@@ -13,22 +13,21 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 
-from coat_jax import files, quantization, writing
+from coat_jax import files, quantization
 from coat_jax.errors import UserError
 from coat_jax.files import expand_user
 from coat_jax.models import lazy_arrays
-from coat_jax.models.lazy_arrays import Index, LazyArray, Name, Parameters
+from coat_jax.models.lazy_arrays import Index, LazyArray, Name
 from coat_jax.numerics.corrections import join
 from coat_jax.optax.states.checkpoint import stored_metadata
 from coat_jax.quantization.layout import ENTRY
-from coat_jax.training import families, resume_rules
+from coat_jax.training import families
 from coat_jax.training.checkpoint.checkpoints import STATE
-from coat_jax.training.checkpoint.step_folders import RECORD, StepFolders
+from coat_jax.training.checkpoint.step_folders import StepFolders
 from coat_jax.training.families import family_of, hf_of
-from coat_jax.writing import require_space
 
 CONFIG, CHECKPOINTS = "config.json", "checkpoints"
 PARAMETERS, VALUE = ("params",), "value"  # the first parts and the last of the arrays' names
@@ -235,36 +234,3 @@ def _require_present(path: Path) -> None:
             f"{path.parent} was removed while it was read: its run trains on, and keeps newer "
             "ones only. Read the newest one, or raise --checkpoint.keep of the run."
         )
-
-
-# --- Writing ---------------------------------------------------------------------------------
-
-
-def write(
-    folder: str | Path,
-    config: Any,
-    parameters: Parameters,
-    *,
-    progress: Callable[[int], object] = lambda size: None,
-) -> None:
-    """Writes config.json, and the parameters as the checkpoint of step 0.
-
-    They are written one after the other; one piece is in memory at a time. `progress` is called
-    with the number of bytes read since its last call.
-    """
-    # Here, so that orbax is imported only if something is saved.
-    from coat_jax.training.checkpoint.orbax_saving import save_lazy_arrays
-
-    lazy_arrays.require_same(config, parameters, module=family_of(config).module)
-    folders, saved = _checkpoints_of(folder), {"model": resume_rules.to_json(config)}
-    folders.clear()
-    size = sum(map(lazy_arrays.size_of, parameters.values()))
-    require_space(folders.root, "The model", size)
-    unfinished = folders.temporary(0)
-    unfinished.mkdir()
-    in_state = {(*PARAMETERS, *map(str, name), VALUE): one for name, one in parameters.items()}
-    save_lazy_arrays(unfinished / STATE, unflatten_dict(in_state), progress)
-    record = json.dumps({"step": 0, "loss": None, "extra": {"config": saved}})
-    writing.write_durably(unfinished / RECORD, record)
-    folders.finish(0)
-    writing.write_durably(expand_user(folder) / CONFIG, json.dumps(saved, indent=2) + "\n")

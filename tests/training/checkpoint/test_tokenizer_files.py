@@ -25,7 +25,8 @@ def write_tokenizer(path):
 
 
 def read(folder, config=None, note=pytest.fail):
-    return tokenizer_files.read(folder, config or {}, None, 2, note)
+    files, _ = tokenizer_files.read(folder, config or {}, None, 2, note)
+    return files
 
 
 def test_only_the_files_of_a_tokenizer_are_read(folder):
