@@ -26,7 +26,7 @@ from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.rotary import join_heads
 from coat_jax.numerics.explicit_axes import joined, shard_inside, spec
 from coat_jax.ops import recording
-from coat_jax.ops.backward import run_backward
+from coat_jax.ops.backward import define_op
 from coat_jax.ops.checks import (
     require_array,
     require_layers,
@@ -54,7 +54,7 @@ from coat_jax.ops.saved.projection import (
     weight_gradients,
 )
 from coat_jax.precision import COAT, Precision, precision_of
-from coat_jax.probes import OptionalProbe
+from coat_jax.probes import Probe
 
 MAX_CUDNN_HEAD = 128
 
@@ -207,70 +207,45 @@ def require_window(window: int | None, *, causal: bool) -> None:
 # --- attention -------------------------------------------------------------------------------
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(
-    settings: AttentionSettings,
-    q: Array,
-    k: Array,
-    v: Array,
-    segments: Array | None,
-    probe: OptionalProbe,
-) -> Array:
-    return _attention_forward(settings, q, k, v, segments, probe)[0]
-
-
 def _attention_forward(
-    settings: AttentionSettings,
-    q: Array,
-    k: Array,
-    v: Array,
-    segments: Array | None,
-    probe: OptionalProbe,
+    settings: AttentionSettings, q: Array, k: Array, v: Array, segments: Array | None
 ) -> Any:
     o, saved = save_attention(settings, q, k, v, segments)
-    return o, (saved, segments, recording.attention(probe, (q, k, v), o, saved, settings))
+
+    def record(probe: Probe) -> Probe:
+        return recording.attention(probe, (q, k, v), o, saved, settings)
+
+    return o, (saved, segments), record
 
 
-def _attention_backward(settings: AttentionSettings, residuals: Any, gradient: Array) -> Any:
-    def backward(
-        saved: SavedAttention, segments: Array | None, seen: OptionalProbe, do: Array
-    ) -> Any:
-        _, pull = recompute_attention(settings, saved, segments, do.dtype)
-        return *pull(do), None, seen
-
-    rounds = settings.precision.attention_block is not None
-    return run_backward(backward, residuals, gradient, name="attention", rounds=rounds)
+def _attention_backward(
+    settings: AttentionSettings, saved: SavedAttention, segments: Array | None, do: Array
+) -> Any:
+    _, pull = recompute_attention(settings, saved, segments, do.dtype)
+    return (*pull(do), None), lambda probe: probe
 
 
-_attention.defvjp(_attention_forward, _attention_backward)
+_attention = define_op(
+    "attention",
+    _attention_forward,
+    _attention_backward,
+    rounds=lambda settings: settings.precision.attention_block is not None,
+)
 
 
 # --- attention_linear ------------------------------------------------------------------------
 
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention_linear(
-    static: tuple[AttentionSettings, Mode],
-    q: Array,
-    k: Array,
-    v: Array,
-    segments: Array | None,
-    weight: Array,
-    bias: Array | None,
-    probe: OptionalProbe,
-) -> Array:
-    return _attention_linear_forward(static, q, k, v, segments, weight, bias, probe)[0]
+_Static = tuple[AttentionSettings, Mode]
 
 
 def _attention_linear_forward(
-    static: tuple[AttentionSettings, Mode],
+    static: _Static,
     q: Array,
     k: Array,
     v: Array,
     segments: Array | None,
     weight: Array,
     bias: Array | None,
-    probe: OptionalProbe,
 ) -> Any:
     settings, mode = static
     output, saved = save_attention(settings, q, k, v, segments)
@@ -279,39 +254,46 @@ def _attention_linear_forward(
     n = as_input(join_heads(o), q.dtype, mode)
     scale = fp8_scale(n, mode)
     (y,), scales = project(n, (weight,), (bias,), q.dtype, mode)
-    seen = recording.attention(probe, (q, k, v), output, saved, settings)
-    seen = recording.products(
-        seen, "out/input", lambda: join_heads(o), scale, (weight,), scales, mode
-    )
-    return y, (saved, scale, segments, weight, scales, bias, seen)
+
+    def record(probe: Probe) -> Probe:
+        probe = recording.attention(probe, (q, k, v), output, saved, settings)
+        return recording.products(
+            probe, "out/input", lambda: join_heads(o), scale, (weight,), scales, mode
+        )
+
+    return y, (saved, scale, segments, weight, scales, bias), record
 
 
 def _attention_linear_backward(
-    static: tuple[AttentionSettings, Mode], residuals: Any, gradient: Array
+    static: _Static,
+    saved: SavedAttention,
+    scale: Array | None,
+    segments: Array | None,
+    weight: Array,
+    scales: Scales,
+    bias: Array | None,
+    dy: Array,
 ) -> Any:
     settings, mode = static
-
-    def backward(
-        saved: SavedAttention,
-        scale: Array | None,
-        segments: Array | None,
-        weight: Array,
-        scales: Scales,
-        bias: Array | None,
-        seen: OptionalProbe,
-        dy: Array,
-    ) -> Any:
-        o, pull = recompute_attention(settings, saved, segments, dy.dtype)
-        n = recompute_input(join_heads(o), scale, dy.dtype, mode)
-        g = [gradient_operand(dy, mode)]
-        do = input_gradient((weight,), scales, g, o.dtype, mode).reshape(o.shape)
-        (d_weight,) = weight_gradients(n, (weight,), g)
-        (d_bias,) = bias_gradients((bias,), (dy,))
-        seen = recording.gradients(seen, lambda: (dy,), g, mode)
-        return *pull(do), None, d_weight, d_bias, seen
-
-    rounds = settings.precision.fp8_linear or settings.precision.attention_block is not None
-    return run_backward(backward, residuals, gradient, name="attention_linear", rounds=rounds)
+    o, pull = recompute_attention(settings, saved, segments, dy.dtype)
+    n = recompute_input(join_heads(o), scale, dy.dtype, mode)
+    g = [gradient_operand(dy, mode)]
+    do = input_gradient((weight,), scales, g, o.dtype, mode).reshape(o.shape)
+    (d_weight,) = weight_gradients(n, (weight,), g)
+    (d_bias,) = bias_gradients((bias,), (dy,))
+    return (*pull(do), None, d_weight, d_bias), lambda probe: recording.gradients(
+        probe, lambda: (dy,), g, mode
+    )
 
 
-_attention_linear.defvjp(_attention_linear_forward, _attention_linear_backward)
+def _rounds_attention(static: _Static) -> bool:
+    precision = static[0].precision
+    return precision.fp8_linear or precision.attention_block is not None
+
+
+_attention_linear = define_op(
+    "attention_linear",
+    _attention_linear_forward,
+    _attention_linear_backward,
+    rounds=_rounds_attention,
+)

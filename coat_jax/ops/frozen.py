@@ -9,10 +9,8 @@ once, in FP8. The product with c is not in FP8, because x a has few columns.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
@@ -25,7 +23,7 @@ from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.sharding import as_3d
 from coat_jax.numerics.explicit_axes import joined, shard_inside, spec
 from coat_jax.numerics.minifloat import Minifloat
-from coat_jax.ops.backward import batched_alike, run_backward
+from coat_jax.ops.backward import batched_alike, define_op
 from coat_jax.ops.checks import require_columns, require_layers, require_real
 from coat_jax.ops.saved.projection import (
     Mode,
@@ -133,7 +131,7 @@ def adapted_linear(
         )
 
     def op(x: Array, weight: Frozen, a: Array, c: Array, bias: Array | None) -> Array:
-        y, h = _products(mode, as_3d(x), weight, a)
+        y, h = _products(mode, as_3d(x), weight, a, None)  # without telemetry
         y = y + (h @ c.astype(x.dtype))
         y = y if bias is None else y + bias.astype(x.dtype)
         return y.reshape(*x.shape[:-1], y.shape[-1])
@@ -145,31 +143,27 @@ def adapted_linear(
     return y
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _products(mode: Mode, x: Array, weight: Frozen, a: Array) -> tuple[Array, Array]:
-    return _products_forward(mode, x, weight, a)[0]
-
-
 def _products_forward(mode: Mode, x: Array, weight: Frozen, a: Array) -> Any:
     n = as_operand(x, x.dtype, mode)
     narrow = as_operand(a, x.dtype, mode, "transposed")
     y, h = (gemm.product(n, w, x.dtype) for w in (_operand(weight), narrow))
-    return batched_alike(y, h), (n, weight, a, narrow.scale)
+    return batched_alike(y, h), (n, weight, a, narrow.scale), lambda probe: probe
 
 
-def _products_backward(mode: Mode, residuals: Any, gradients: tuple[Array, Array]) -> Any:
-    def backward(n: Operand, weight: Frozen, a: Array, scale: Array, gradients: Any) -> Any:
-        dtype: DTypeLike = gradients[0].dtype
-        dy, dh = (gradient_operand(g, mode) for g in gradients)
-        narrow = recompute_weight(a, scale, dtype, mode)
-        dx = gemm.product_transposed(dy, _operand(weight), dtype)
-        dx = gemm.product_transposed(dh, narrow, dtype) + dx
-        return dx, None, gemm.outer_product(n, dh, a.dtype)
+def _products_backward(
+    mode: Mode, n: Operand, weight: Frozen, a: Array, scale: Array, gradients: tuple[Array, Array]
+) -> Any:
+    dtype: DTypeLike = gradients[0].dtype
+    dy, dh = (gradient_operand(g, mode) for g in gradients)
+    narrow = recompute_weight(a, scale, dtype, mode)
+    dx = gemm.product_transposed(dy, _operand(weight), dtype)
+    dx = gemm.product_transposed(dh, narrow, dtype) + dx
+    return (dx, None, gemm.outer_product(n, dh, a.dtype)), lambda probe: probe
 
-    return run_backward(backward, residuals, gradients, name="adapted_linear", rounds=True)
 
-
-_products.defvjp(_products_forward, _products_backward)
+_products = define_op(
+    "adapted_linear", _products_forward, _products_backward, rounds=lambda mode: True
+)
 
 
 def _operand(weight: Frozen) -> Operand:
