@@ -17,7 +17,7 @@ from coat_jax.kernels.activation import (
     require_activation,
 )
 from coat_jax.kernels.activation import activate as activate_reference
-from coat_jax.numerics.explicit_axes import joined, shard_inside, spec
+from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs, shard_inside
 from coat_jax.ops import recording
 from coat_jax.ops.backward import define_op
 from coat_jax.ops.checks import require_columns
@@ -58,8 +58,8 @@ def activate(
     probe = probes.probe("activate", blocks)
 
     def result() -> PartitionSpec:
-        pairs = zip(*map(spec, hidden), strict=True)
-        return joined(*(next(filter(None, pair), None) for pair in pairs))
+        pairs = zip(*map(explicit_spec, hidden), strict=True)
+        return merge_specs(*(next(filter(None, pair), None) for pair in pairs))
 
     return shard_inside(op, result, hidden, probe)
 

@@ -24,7 +24,7 @@ from coat_jax import probes
 from coat_jax.errors import UserError
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.rotary import join_heads
-from coat_jax.numerics.explicit_axes import joined, shard_inside, spec
+from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs, shard_inside
 from coat_jax.ops import recording
 from coat_jax.ops.backward import define_op
 from coat_jax.ops.checks import (
@@ -43,13 +43,13 @@ from coat_jax.ops.saved.attention import (
 from coat_jax.ops.saved.projection import (
     Mode,
     Scales,
-    as_input,
     bias_gradients,
     fp8_scale,
     gradient_operand,
     input_gradient,
     mode_of,
     project,
+    quantize_input,
     recompute_input,
     weight_gradients,
 )
@@ -89,7 +89,7 @@ def attention(
     settings = _settings(q, k, v, causal, window, segments, scale, precision, backend)
     probe = probes.probe("attention", recording.attention_blocks(settings.precision))
     op = partial(_attention, settings)
-    return shard_inside(op, lambda: joined(*spec(q)), q, k, v, segments, probe)
+    return shard_inside(op, lambda: merge_specs(*explicit_spec(q)), q, k, v, segments, probe)
 
 
 def attention_linear(
@@ -135,7 +135,7 @@ def attention_linear(
     op = partial(_attention_linear, (settings, mode))
 
     def result() -> PartitionSpec:
-        return joined(*spec(q)[:2], spec(weight)[1])
+        return merge_specs(*explicit_spec(q)[:2], explicit_spec(weight)[1])
 
     return shard_inside(op, result, q, k, v, segments, weight, bias, probe)
 
@@ -251,7 +251,7 @@ def _attention_linear_forward(
     output, saved = save_attention(settings, q, k, v, segments)
     exact = settings.precision.exact_forward
     o = output if exact else restore(saved.output, q.dtype, settings.precision.attention_block)
-    n = as_input(join_heads(o), q.dtype, mode)
+    n = quantize_input(join_heads(o), q.dtype, mode)
     scale = fp8_scale(n, mode)
     (y,), scales = project(n, (weight,), (bias,), q.dtype, mode)
 

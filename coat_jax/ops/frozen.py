@@ -21,7 +21,7 @@ from coat_jax.kernels import gemm
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.sharding import as_3d
-from coat_jax.numerics.explicit_axes import joined, shard_inside, spec
+from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs, shard_inside
 from coat_jax.numerics.minifloat import Minifloat
 from coat_jax.ops.backward import batched_alike, define_op
 from coat_jax.ops.checks import require_columns, require_layers, require_real
@@ -66,14 +66,8 @@ def freeze(weight: Float[Array, "K N"], *, precision: Precision | str = COAT) ->
     return Frozen(rounded.values, rounded.scale)
 
 
-def _described(dtype: DTypeLike | None) -> str:
-    if dtype is None:
-        return "without FP8"
-    return f"in {dtype.name if isinstance(dtype, Minifloat) else jnp.dtype(dtype).name}"
-
-
 def _require_fp8_products(name: str, mode: Mode) -> None:
-    if mode.int8_forward:
+    if mode.precision.int8_forward:
         raise UserError(
             f"{name} is for weights whose FP8 codes are multiplied, and int8_forward multiplies in "
             "INT8. Use a precision without it, such as coat.COAT."
@@ -125,9 +119,11 @@ def adapted_linear(
     mode = mode_of(precision, implementation)
     _require_fp8_products("adapted_linear", mode)
     if mode.format != weight.codes.dtype:
+        fmt = mode.format if isinstance(mode.format, Minifloat | None) else jnp.dtype(mode.format)
+        products = "without FP8" if fmt is None else f"in {fmt.name}"
         raise ValueError(
             f"The weight is frozen as {weight.codes.dtype.name}, but this precision multiplies "
-            f"{_described(mode.format)}. Freeze it with the precision of the product."
+            f"{products}. Freeze it with the precision of the product."
         )
 
     def op(x: Array, weight: Frozen, a: Array, c: Array, bias: Array | None) -> Array:
@@ -137,7 +133,7 @@ def adapted_linear(
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
     def result() -> PartitionSpec:
-        return joined(*spec(x)[:-1], spec(weight.codes)[1])
+        return merge_specs(*explicit_spec(x)[:-1], explicit_spec(weight.codes)[1])
 
     y: Array = shard_inside(op, result, x, weight, a, c, bias)
     return y

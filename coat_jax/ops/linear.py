@@ -18,7 +18,7 @@ from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.norm import Norm
 from coat_jax.kernels.sharding import as_3d
-from coat_jax.numerics.explicit_axes import joined, shard_inside, spec
+from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs, shard_inside
 from coat_jax.ops import recording
 from coat_jax.ops.backward import batched_alike, define_op, rounds_rows
 from coat_jax.ops.checks import require_columns, require_layers, require_norm
@@ -29,14 +29,14 @@ from coat_jax.ops.saved.projection import (
     Outputs,
     Scales,
     Weights,
-    as_input,
     as_layers,
     bias_gradients,
     gradient_operand,
     input_gradient,
     mode_of,
     project,
-    saved_input,
+    quantize_input,
+    residual_of,
     weight_gradients,
 )
 from coat_jax.precision import COAT, Precision
@@ -105,7 +105,7 @@ def _on_rows(layer: Callable[..., Outputs], weights: Weights, x: Array, *rest: A
         return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in layer(as_3d(x), *rest))
 
     def result() -> tuple[PartitionSpec, ...]:
-        return tuple(joined(*spec(x)[:-1], spec(w)[-1]) for w in weights)
+        return tuple(merge_specs(*explicit_spec(x)[:-1], explicit_spec(w)[-1]) for w in weights)
 
     outputs: Outputs = shard_inside(op, result, x, *rest)
     return outputs
@@ -120,9 +120,9 @@ def _names(weights: Weights) -> tuple[str, ...]:
 
 
 def _linear_forward(mode: Mode, x: Array, weights: Weights, biases: Biases) -> Any:
-    n = as_input(x, x.dtype, mode)
+    n = quantize_input(x, x.dtype, mode)
     outputs, scales = project(n, weights, biases, x.dtype, mode)
-    saved = saved_input(x, n, mode)
+    saved = residual_of(x, n, mode)
 
     def record(probe: Probe) -> Probe:
         return recording.products(probe, "input", lambda: x, saved.scale, weights, scales, mode)

@@ -15,15 +15,10 @@ from coat_jax.kernels.activation import Activation, require_activation
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.norm import Norm
 from coat_jax.kernels.sharding import as_3d
-from coat_jax.numerics.explicit_axes import joined, shard_inside, spec
+from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs, shard_inside
 from coat_jax.ops import recording
 from coat_jax.ops.backward import define_op, rounds_rows
-from coat_jax.ops.checks import (
-    require_array,
-    require_columns,
-    require_layers,
-    require_norm,
-)
+from coat_jax.ops.checks import require_columns, require_layers, require_norm
 from coat_jax.ops.saved.activation import (
     SavedActivation,
     activation_gradients,
@@ -82,10 +77,6 @@ def gated_mlp(
         >>> jax.jit(coat.ops.gated_mlp)(x, norm, gate, up, down).shape
         (2, 8, 64)
     """
-    for weight in (gate, up):
-        require_array("gated_mlp", weight)
-    if gate.shape != up.shape:
-        raise ValueError(f"gate {gate.shape} and up {up.shape} must have one shape.")
     settings = _MLPSettings(activation, residual, mode_of(precision, implementation), "gated_mlp")
     return _apply(settings, x, norm, (gate, up), (None, None), down, None)
 
@@ -144,6 +135,9 @@ def _apply(
     if norm is not None:
         require_norm(name, x.shape[-1], norm)
     require_layers(name, x.shape[-1], weights, biases)
+    shapes = [weight.shape for weight in weights]
+    if shapes[0] != shapes[-1]:
+        raise ValueError("gate {} and up {} must have one shape.".format(*shapes))
     require_layers(name, weights[0].shape[1], (down,), (down_bias,))
     if down.shape[1] != x.shape[-1]:
         raise ValueError(f"{name} got x with {x.shape[-1]} columns and down {down.shape}.")
@@ -161,7 +155,7 @@ def _apply(
         return y.reshape(x.shape)
 
     arrays = (x, norm, weights, biases, down, down_bias, probe)
-    return shard_inside(op, lambda: joined(*spec(x)), *arrays)
+    return shard_inside(op, lambda: merge_specs(*explicit_spec(x)), *arrays)
 
 
 class _Saved(NamedTuple):

@@ -11,11 +11,11 @@ from jaxtyping import Array, Float
 
 from coat_jax import probes
 from coat_jax.kernels.norm import Norm, Stats, normalize, normalize_backward, statistics
-from coat_jax.numerics.explicit_axes import joined, shard_inside, spec
+from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs, shard_inside
 from coat_jax.ops import recording
 from coat_jax.ops.backward import define_op
 from coat_jax.ops.checks import require_columns, require_norm
-from coat_jax.ops.saved.array import SavedArray, restore, save_input
+from coat_jax.ops.saved.array import SavedArray, restore, round_and_save
 from coat_jax.precision import COAT, Precision, precision_of
 from coat_jax.probes import Probe
 
@@ -35,11 +35,11 @@ def norm(
     precision = precision_of(precision)
     probe = probes.probe("norm", () if precision.block is None else ("saved",))
     op = partial(_norm, precision)
-    return shard_inside(op, lambda: joined(*spec(x)), x, norm, probe)
+    return shard_inside(op, lambda: merge_specs(*explicit_spec(x)), x, norm, probe)
 
 
 def _forward(precision: Precision, x: Array, norm: Norm) -> Any:
-    saved, values = save_input(x, precision)
+    saved, values = round_and_save(x, precision)
     stats = statistics(values, norm)
 
     def record(probe: Probe) -> Probe:

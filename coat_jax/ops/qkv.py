@@ -28,7 +28,7 @@ from coat_jax.kernels.rotary import (
     split_heads,
     supports_head_dim,
 )
-from coat_jax.numerics.explicit_axes import joined, of_heads, shard_inside, spec
+from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs, of_heads, shard_inside
 from coat_jax.ops import recording
 from coat_jax.ops.backward import batched_alike, define_op, rounds_rows
 from coat_jax.ops.checks import (
@@ -36,7 +36,7 @@ from coat_jax.ops.checks import (
     require_norm,
     require_real,
 )
-from coat_jax.ops.rotary import Rotary, require_positions, require_rotary
+from coat_jax.ops.rotary import Rotary, require_rotary
 from coat_jax.ops.saved.norm import SavedNorm, norm_gradient, recompute_norm, save_norm
 from coat_jax.ops.saved.projection import (
     Biases,
@@ -99,16 +99,17 @@ def norm_qkv(
     if rotary is None:
         positions = None
     else:
-        require_rotary(rotary)
         positions = jnp.arange(x.shape[1]) if positions is None else positions
-        require_positions(positions, x.shape[:2])
+        require_rotary(rotary, positions, x.shape[:2])
     settings = _QKVSettings(head_dim, rotary, mode_of(precision, implementation))
     probe = recording.probe_of_layers("norm_qkv", settings.mode, NAMES, blocks=("saved",))
 
     def specs() -> tuple[PartitionSpec, ...]:
-        batch, sequence, _ = spec(x)
-        heads = [of_heads(spec(w)[1], w.shape[1] // head_dim) for w in ws]
-        return joined(*spec(x)), *(joined(batch, sequence, entry, None) for entry in heads)
+        batch, sequence, _ = explicit_spec(x)
+        heads = [of_heads(explicit_spec(w)[1], w.shape[1] // head_dim) for w in ws]
+        return merge_specs(*explicit_spec(x)), *(
+            merge_specs(batch, sequence, entry, None) for entry in heads
+        )
 
     op = partial(_norm_qkv, settings)
     return shard_inside(op, specs, x, norm, ws, bs, positions, probe)

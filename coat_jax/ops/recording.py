@@ -91,7 +91,7 @@ def products(
         mode: how products are computed.
         first: the place of these weights among those of the op.
     """
-    if not mode.int8_forward:
+    if not mode.precision.int8_forward:
         probe = _operand(probe, tensor, values, scale, mode.format)
         return _of_weights(probe, "weight", lambda i: weights[i], scales, mode.format, first=first)
 

@@ -66,10 +66,10 @@ def save_activation(
             precision.forward,
             size,
             stochastic=stochastic,
-            in_int8=mode.int8_forward,
+            in_int8=mode.precision.int8_forward,
         )
         scale = gemm.tensor_scale(jnp.max(maxima, initial=0.0), precision.forward)
-        if mode.int8_forward:
+        if mode.precision.int8_forward:
             of_rows = jnp.max(maxima, axis=-1, initial=0.0)
             rescaled = int8.RowCodes(activation_rescale(codes, maxima, of_rows, size), of_rows)
             return SavedActivation(blocks, scale), rescaled
@@ -91,7 +91,7 @@ def save_activation(
         # The scale must also fit the activation that the backward pass recomputes.
         magnitudes = jnp.maximum(magnitudes, jnp.abs(activate(_values(saved, mode), act)))
     scale = gemm.tensor_scale(gemm.largest_magnitude(magnitudes), mode.format)
-    if mode.int8_forward:
+    if mode.precision.int8_forward:
         return SavedActivation(saved, scale), int8.round_rows(a)
     n = gemm.scaled(a, scale, mode.format, "straight", mode.implementation)
     return SavedActivation(saved, scale), n
