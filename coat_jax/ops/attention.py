@@ -167,13 +167,14 @@ def _settings(
         )
     if head_dim == 0:
         raise ValueError(f"attention takes heads of at least one number, not q {q.shape}.")
-    require_window(window, causal=causal)
+    if window is not None:
+        _require_window(window, causal)
     if segments is not None:
         require_array("segments", segments)
-    if segments is not None and (segments.shape != q.shape[:2] or q.shape[1] != k.shape[1]):
-        raise ValueError(
-            f"segments {segments.shape} must number the tokens of q {q.shape[:2]} and of k."
-        )
+        if segments.shape != q.shape[:2] or q.shape[1] != k.shape[1]:
+            raise ValueError(
+                f"segments {segments.shape} must number the tokens of q {q.shape[:2]} and of k."
+            )
     if backend not in (None, "cudnn", "xla"):
         raise ValueError(f'backend={backend!r} must be None, "cudnn" or "xla".')
     if backend is None:
@@ -194,10 +195,7 @@ def _settings(
     return AttentionSettings(causal, window, float(scale), precision_of(precision), backend)
 
 
-def require_window(window: int | None, *, causal: bool) -> None:
-    """Raises unless a window, if there is one, is a number of tokens of causal attention."""
-    if window is None:
-        return
+def _require_window(window: Any, causal: bool) -> None:
     if isinstance(window, bool) or not isinstance(window, int | np.integer):
         raise TypeError(f"window={window!r} must be a whole number of tokens, or None.")
     if window < 1 or not causal:

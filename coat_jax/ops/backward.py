@@ -23,7 +23,7 @@ from jax.custom_batching import custom_vmap
 from jaxtyping import Array
 
 from coat_jax.ops.saved.projection import Mode
-from coat_jax.probes import OptionalProbe, Probe
+from coat_jax.probes import Probe
 
 Record = Callable[[Probe], Probe]
 
@@ -54,13 +54,13 @@ def define_op(
     def save(settings: Any, *arrays_and_probe: Any) -> tuple[Any, tuple[Any, ...]]:
         *arrays, probe = arrays_and_probe
         result, residuals, record = forward(settings, *arrays)
-        return result, (*residuals, _recorded(probe, record))
+        return result, (*residuals, probe and record(probe))
 
     def differentiate(settings: Any, saved: tuple[Any, ...], gradient: Any) -> tuple[Any, ...]:
         def pull(*saved_and_gradient: Any) -> tuple[Any, ...]:
             *residuals, probe, gradient = saved_and_gradient
             gradients, record = backward(settings, *residuals, gradient)
-            return *gradients, _recorded(probe, record)
+            return *gradients, probe and record(probe)
 
         # The gradient that is used bypasses the barrier, which would hide its sharding.
         saved, _ = lax.optimization_barrier((saved, gradient))
@@ -82,10 +82,6 @@ def define_op(
     differentiable = jax.custom_vjp(op, nondiff_argnums=(0,))
     differentiable.defvjp(save, differentiate)
     return differentiable
-
-
-def _recorded(probe: OptionalProbe, record: Record) -> OptionalProbe:
-    return None if probe is None else record(probe)
 
 
 @jax.custom_jvp

@@ -116,8 +116,13 @@ def activation_gradients(
     hidden, scale = saved
     size = _fused_block(act, mode)
     if size is not None and scale is not None:
-        blocks, dtype = _blocks(hidden), mode.precision.backward
-        scales = [gemm.tensor_scale(m, dtype) for m in _magnitudes(saved, da, da_bound, act, mode)]
+        blocks, dtype = [h for h in hidden if isinstance(h, Blocks)], mode.precision.backward
+        if da_bound is None:
+            values = gradient_values(saved, da, act, mode)
+            magnitudes = tuple(gemm.largest_magnitude(d) for d in values)
+        else:
+            magnitudes = gradient_bounds(blocks, da_bound, act)
+        scales = [gemm.tensor_scale(m, dtype) for m in magnitudes]
         stochastic = mode.precision.stochastic_backward
         recomputed, codes = activation_backward(
             blocks, da, act, scale, scales, size, dtype, stochastic=stochastic
@@ -130,19 +135,6 @@ def activation_gradients(
         values = tuple(d.astype(da.dtype) for d in values)
     gradients = [gradient_operand(d, mode) for d in values]
     return recompute_input(a, scale, da.dtype, mode), gradients
-
-
-def _magnitudes(
-    saved: SavedActivation,
-    da: Float[Array, "B S F"],
-    da_bound: Float[Array, "B S"] | None,
-    act: Activation,
-    mode: Mode,
-) -> tuple[Float[Array, ""], ...]:
-    """The magnitudes that set the scales of the gradients of hidden: bounds, or the largest."""
-    if da_bound is not None:
-        return gradient_bounds(_blocks(saved.hidden), da_bound, act)
-    return tuple(gemm.largest_magnitude(d) for d in gradient_values(saved, da, act, mode))
 
 
 def gradient_values(
@@ -159,7 +151,3 @@ def _fused_block(act: Activation, mode: Mode) -> int | None:
 
 def _values(hidden: Sequence[SavedArray], mode: Mode) -> list[Float[Array, "B S F"]]:
     return [restore(h, jnp.float32, mode.precision.block) for h in hidden]
-
-
-def _blocks(hidden: Sequence[SavedArray]) -> list[Blocks]:
-    return [h for h in hidden if isinstance(h, Blocks)]
