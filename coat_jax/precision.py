@@ -97,12 +97,6 @@ class Precision:
         rounds = self.fp8_linear or self.block is not None or self.attention_block is not None
         return rounds and any(isinstance(f, Minifloat) for f in (self.forward, self.backward))
 
-    @property
-    def format_names(self) -> str:
-        """The names of both formats, for errors."""
-        names = (format_of(f).name for f in (self.forward, self.backward))
-        return "forward={}, backward={}".format(*names)
-
 
 def _format(name: str, value: DTypeLike | Minifloat) -> Any:
     """Returns the FP8 dtype or the `Minifloat` of a field; raises if it cannot be one."""

@@ -127,7 +127,7 @@ def kernels(driver: str | None) -> tuple[dict[str, str], list[Problem]]:
     capability = dispatch.gpu_capability()
     if capability is None:
         return {"runs": "xla", "because": "there is no GPU; kernels in Triton run on GPUs"}, []
-    why = f"the GPU has {dispatch.described(capability)}"
+    why = f"the GPU has {dispatch.describe_capability(capability)}"
     if dispatch.multiplies_fp8() and dispatch.triton_installed():
         return {"runs": "triton", "because": why}, []
     if dispatch.multiplies_fp8():

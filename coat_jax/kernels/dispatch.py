@@ -28,12 +28,20 @@ HOPPER = 90
 def choose(implementation: Implementation | None) -> Implementation:
     """Returns the implementation to use; raises if the named one cannot run."""
     if implementation is None:
-        could_run = triton_installed() and (gpu_capability() or 0) >= FIRST_WITH_FP8
-        return "triton" if could_run else "xla"
-    if implementation == "triton":
-        _require_triton()
-    elif implementation != "xla":
+        has_fp8 = (gpu_capability() or 0) >= FIRST_WITH_FP8
+        return "triton" if has_fp8 and triton_installed() else "xla"
+    if implementation not in ("xla", "triton"):
         raise ValueError(f'implementation must be None, "xla" or "triton", not {implementation!r}.')
+    if implementation == "triton" and not triton_installed():
+        raise ImportError(
+            'implementation="triton" needs the packages triton and jax-triton: '
+            "pip install 'coat_jax[gpu]', or use implementation=\"xla\"."
+        )
+    if implementation == "triton" and not multiplies_fp8():
+        raise RuntimeError(
+            f"This GPU has {describe_capability(gpu_capability() or 0)}; FP8 kernels need 8.9 "
+            '(Ada) or newer. Use implementation="xla".'
+        )
     return implementation
 
 
@@ -41,8 +49,8 @@ def choose_fp8(implementation: Implementation | None) -> Implementation:
     """`choose` for FP8 products: raises on a GPU without them, unless `implementation` is "xla"."""
     if implementation is None and not multiplies_fp8():
         raise UserError(
-            f"This GPU has {described(gpu_capability() or 0)}; products in FP8 need 8.9 (Ada) or "
-            "newer. Use precision=coat.BF16; or, in functions of coat.ops that take it, "
+            f"This GPU has {describe_capability(gpu_capability() or 0)}; products in FP8 need 8.9 "
+            "(Ada) or newer. Use precision=coat.BF16; or, in functions of coat.ops that take it, "
             'implementation="xla", which computes the same in FP32, slowly.'
         )
     return choose(implementation)
@@ -82,7 +90,7 @@ def gpu_capability() -> int | None:
     return 10 * int(major) + int(minor) if major.isdecimal() else 0
 
 
-def described(capability: int) -> str:
+def describe_capability(capability: int) -> str:
     """A GPU's compute capability, in words."""
     return f"compute capability {capability / 10:.1f}" if capability else "no compute capability"
 
@@ -90,17 +98,3 @@ def described(capability: int) -> str:
 def target_capability() -> int:
     """The compute capability to compile for: the GPU's, or without one Hopper's."""
     return gpu_capability() or HOPPER
-
-
-def _require_triton() -> None:
-    if not triton_installed():
-        raise ImportError(
-            'implementation="triton" needs the packages triton and jax-triton: '
-            "pip install 'coat_jax[gpu]', or use implementation=\"xla\"."
-        )
-    capability = gpu_capability()
-    if capability is not None and capability < FIRST_WITH_FP8:
-        raise RuntimeError(
-            f"This GPU has {described(capability)}; FP8 kernels need 8.9 (Ada) or newer. "
-            'Use implementation="xla".'
-        )

@@ -231,7 +231,10 @@ def _dot(
 
     # A product of codes is up to 448^2, which FP16 cannot hold until it is scaled.
     wide = jnp.float32 if dtype == jnp.float16 else dtype
-    narrow = min(_result_size(left_side), _result_size(right_side)) <= _most_shards()
+    # Sharding is not known yet while tracing. With no more rows than devices, a device may have a
+    # single row, which is a vector.
+    most_shards = max(jax.sharding.get_abstract_mesh().size, jax.device_count())
+    narrow = min(_result_size(left_side), _result_size(right_side)) <= most_shards
 
     def in_fp8(a: Array, b: Array) -> Array:
         # XLA has no FP8 algorithm for a vector: DEFAULT lets XLA choose, whatever
@@ -247,8 +250,9 @@ def _dot(
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         return lax.dot_general(a, b, dimensions, precision=lax.Precision.HIGHEST).astype(wide)
 
-    if not _is_fp8(a) or not _is_fp8(b):
-        result = in_bf16(a, b) if _fits_bf16(a) and _fits_bf16(b) else in_fp32(a, b)
+    if max(a.dtype.itemsize, b.dtype.itemsize) > 1:  # a simulated format
+        fit_bf16 = all(c.dtype == jnp.bfloat16 or c.dtype.itemsize == 1 for c in (a, b))
+        result = in_bf16(a, b) if fit_bf16 else in_fp32(a, b)
     elif dispatch.multiplies_fp8():
         result = lax.platform_dependent(a, b, cuda=in_fp8, default=in_fp32)
     else:
@@ -256,23 +260,7 @@ def _dot(
     return (result * (left.scale * right.scale).astype(wide)).astype(dtype)
 
 
-def _is_fp8(codes: Array) -> bool:
-    return jnp.dtype(codes.dtype).itemsize == 1
-
-
-def _fits_bf16(codes: Array) -> bool:
-    return _is_fp8(codes) or codes.dtype == jnp.bfloat16
-
-
 def _result_size(side: Side) -> int:
     """How many rows (or columns) of the result come from a side of the product."""
     array, summed = side
     return math.prod(size for axis, size in enumerate(array.shape) if axis not in summed)
-
-
-def _most_shards() -> int:
-    """The most devices that rows may be sharded over; sharding is not known yet while tracing.
-
-    With no more rows than that, a device may have a single row, which is a vector.
-    """
-    return max(jax.sharding.get_abstract_mesh().size, jax.device_count())

@@ -221,7 +221,7 @@ class Attention(nnx.Module):
             normalizes_heads = self.query_norm is not None or self.key_norm is not None
             x, q, k, v = ops.norm_qkv(
                 x,
-                self.norm.spec(),
+                self.norm.as_op_norm(),
                 weights,
                 biases,
                 head_dim=self.head_dim,

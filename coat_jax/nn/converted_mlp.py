@@ -72,7 +72,7 @@ class ConvertedMLP(nnx.Module):
             "residual": roles.residual and x.dtype == dtype,
             "precision": self.precision,
         }
-        norm = None if roles.norm is None else as_norm(layers[roles.norm]).spec()
+        norm = None if roles.norm is None else as_norm(layers[roles.norm]).as_op_norm()
         cast = x.astype(dtype)
         if roles.gate is None:
             weights = up.kernel[...], down.kernel[...], value_of(up.bias), value_of(down.bias)

@@ -57,7 +57,7 @@ class GatedMLP(nnx.Module):
         """Applies the layer to the last axis."""
         return ops.gated_mlp(
             x,
-            None if self.norm is None else self.norm.spec(),
+            None if self.norm is None else self.norm.as_op_norm(),
             value_of(self.gate),
             value_of(self.up),
             value_of(self.down),
@@ -117,7 +117,7 @@ class MLP(nnx.Module):
         """Applies the layer to the last axis."""
         return ops.mlp(
             x,
-            None if self.norm is None else self.norm.spec(),
+            None if self.norm is None else self.norm.as_op_norm(),
             value_of(self.up),
             value_of(self.down),
             value_of(self.up_bias),

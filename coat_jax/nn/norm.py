@@ -17,7 +17,26 @@ from coat_jax.nn.parameters import value_of, vector
 from coat_jax.precision import COAT, Precision, precision_of
 
 
-class RMSNorm(nnx.Module):
+class _Norm(nnx.Module):
+    precision: Precision
+    dtype: DTypeLike | None = None
+
+    def as_op_norm(self) -> ops.Norm:
+        raise NotImplementedError
+
+    def __call__(self, x: Float[Array, "*rows D"], mask: None = None) -> Float[Array, "*rows D"]:
+        """Normalizes the last axis. Flax's norms take a mask; here it must be None."""
+        if mask is not None:
+            raise UserError(
+                "Norms of coat.nn take no mask: their statistics are those of all elements of the "
+                "last axis. Use Flax's norm. A rule of coat.nn.convert keeps it, as in "
+                '{"*.norm": "bf16"}.'
+            )
+        y = ops.norm(x, self.as_op_norm(), precision=self.precision)
+        return y if self.dtype is None else y.astype(self.dtype)
+
+
+class RMSNorm(_Norm):
     """y = x / sqrt(mean(x^2) + epsilon) * scale, in FP32 inside.
 
     Attributes:
@@ -26,8 +45,6 @@ class RMSNorm(nnx.Module):
         precision: how the input is saved.
         dtype: of the result; None for that of the input.
     """
-
-    dtype: DTypeLike | None = None
 
     def __init__(
         self,
@@ -46,18 +63,12 @@ class RMSNorm(nnx.Module):
         self.epsilon = epsilon
         self.precision = precision_of(precision)
 
-    def spec(self) -> ops.Norm:
+    def as_op_norm(self) -> ops.Norm:
         """The norm as an argument of `coat.ops`, which compute it together with what follows."""
         return ops.Norm(value_of(self.scale), None, "rms", self.epsilon)
 
-    def __call__(self, x: Float[Array, "*rows D"], mask: None = None) -> Float[Array, "*rows D"]:
-        """Normalizes the last axis. Flax's norms take a mask; here it must be None."""
-        _require_no_mask(mask)
-        y = ops.norm(x, self.spec(), precision=self.precision)
-        return y if self.dtype is None else y.astype(self.dtype)
 
-
-class LayerNorm(nnx.Module):
+class LayerNorm(_Norm):
     """y = (x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias, in FP32 inside.
 
     Attributes:
@@ -67,8 +78,6 @@ class LayerNorm(nnx.Module):
         precision: how the input is saved.
         dtype: of the result; None for that of the input.
     """
-
-    dtype: DTypeLike | None = None
 
     def __init__(
         self,
@@ -90,24 +99,9 @@ class LayerNorm(nnx.Module):
         self.epsilon = epsilon
         self.precision = precision_of(precision)
 
-    def spec(self) -> ops.Norm:
+    def as_op_norm(self) -> ops.Norm:
         """The norm as an argument of `coat.ops`, which compute it together with what follows."""
         return ops.Norm(value_of(self.scale), value_of(self.bias), "layer", self.epsilon)
-
-    def __call__(self, x: Float[Array, "*rows D"], mask: None = None) -> Float[Array, "*rows D"]:
-        """Normalizes the last axis. Flax's norms take a mask; here it must be None."""
-        _require_no_mask(mask)
-        y = ops.norm(x, self.spec(), precision=self.precision)
-        return y if self.dtype is None else y.astype(self.dtype)
-
-
-def _require_no_mask(mask: Any) -> None:
-    if mask is not None:
-        raise UserError(
-            "Norms of coat.nn take no mask: their statistics are those of all elements of the last "
-            "axis. Use Flax's norm. A rule of coat.nn.convert keeps it, as in "
-            '{"*.norm": "bf16"}.'
-        )
 
 
 AnyNorm = RMSNorm | LayerNorm

@@ -33,7 +33,7 @@ def shard_inside(op: Callable[..., Any], result: Callable[[], Any], *arrays: Any
         (
             jax.typeof(leaf).sharding.mesh
             for leaf in jax.tree.leaves(arrays)
-            if any(map(mesh_axes.names, spec(leaf)))
+            if any(explicit_spec(leaf))
         ),
         None,
     )
@@ -48,14 +48,14 @@ def shard_inside(op: Callable[..., Any], result: Callable[[], Any], *arrays: Any
         return jax.sharding.auto_axes(op, axes=tuple(explicit), out_sharding=result())(*arrays)
 
 
-def spec(array: Array) -> tuple[Entry, ...]:
+def explicit_spec(array: Array) -> tuple[Entry, ...]:
     """The mesh axes that each axis of an array is explicitly sharded over; None without any."""
     kind = jax.typeof(array)
     found = tuple(getattr(kind.sharding, "spec", ()))
     return found + (None,) * (kind.ndim - len(found))
 
 
-def joined(*entries: Entry) -> PartitionSpec:
+def merge_specs(*entries: Entry) -> PartitionSpec:
     """A PartitionSpec of entries from several arrays: a mesh axis counts where it comes first."""
     used: set[str] = set()
     kept = []

@@ -6,7 +6,6 @@ y = act(gate) * up, or act(gate)         saves gate and up in FP8 blocks, or as 
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
@@ -18,13 +17,13 @@ from coat_jax.kernels.activation import (
     require_activation,
 )
 from coat_jax.kernels.activation import activate as activate_reference
-from coat_jax.numerics.explicit_axes import joined, shard_inside, spec
+from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs, shard_inside
 from coat_jax.ops import recording
-from coat_jax.ops.backward import run_backward
+from coat_jax.ops.backward import define_op
 from coat_jax.ops.checks import require_columns
 from coat_jax.ops.saved.array import SavedArray, restore, save_hidden
 from coat_jax.precision import COAT, Precision, precision_of
-from coat_jax.probes import OptionalProbe
+from coat_jax.probes import Probe
 
 NAMES = ("gate", "up")
 
@@ -55,41 +54,39 @@ def activate(
         )
     precision = precision_of(precision)
     blocks = () if precision.block is None else tuple(f"{n}/saved" for n in NAMES[: len(hidden)])
-    op = partial(_activate, precision, activation)
+    op = partial(_activate, (precision, activation))
     probe = probes.probe("activate", blocks)
 
     def result() -> PartitionSpec:
-        pairs = zip(*map(spec, hidden), strict=True)
-        return joined(*(next(filter(None, pair), None) for pair in pairs))
+        pairs = zip(*map(explicit_spec, hidden), strict=True)
+        return merge_specs(*(next(filter(None, pair), None) for pair in pairs))
 
     return shard_inside(op, result, hidden, probe)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _activate(
-    precision: Precision, act: Activation, hidden: tuple[Array, ...], probe: OptionalProbe
-) -> Any:
-    return _forward(precision, act, hidden, probe)[0]
-
-
-def _forward(
-    precision: Precision, act: Activation, hidden: tuple[Array, ...], seen: OptionalProbe
-) -> Any:
+def _forward(settings: tuple[Precision, Activation], hidden: tuple[Array, ...]) -> Any:
+    precision, act = settings
     saved, values = save_hidden(hidden, precision)
-    for name, x, blocks in zip(NAMES, hidden, saved, strict=False):
-        tensor = f"{name}/saved"
-        seen = recording.saved(seen, tensor, x, blocks, precision.block, precision.forward)
-    return activate_reference(values, act).astype(hidden[0].dtype), (saved, seen)
+
+    def record(probe: Probe) -> Probe:
+        for name, x, blocks in zip(NAMES, hidden, saved, strict=False):
+            probe = recording.saved(
+                probe, f"{name}/saved", x, blocks, precision.block, precision.forward
+            )
+        return probe
+
+    return activate_reference(values, act).astype(hidden[0].dtype), (saved,), record
 
 
-def _backward(precision: Precision, act: Activation, residuals: Any, gradient: Array) -> Any:
-    def backward(saved: tuple[SavedArray, ...], seen: OptionalProbe, dy: Array) -> Any:
-        values = [restore(h, jnp.float32, precision.block) for h in saved]
-        gradients = activate_backward(values, dy, act)
-        return tuple(d.astype(dy.dtype) for d in gradients), seen
+def _backward(
+    settings: tuple[Precision, Activation], saved: tuple[SavedArray, ...], dy: Array
+) -> Any:
+    precision, act = settings
+    values = [restore(h, jnp.float32, precision.block) for h in saved]
+    gradients = activate_backward(values, dy, act)
+    return (tuple(d.astype(dy.dtype) for d in gradients),), lambda probe: probe
 
-    rounds = precision.block is not None
-    return run_backward(backward, residuals, gradient, name="activate", rounds=rounds)
 
-
-_activate.defvjp(_forward, _backward)
+_activate = define_op(
+    "activate", _forward, _backward, rounds=lambda settings: settings[0].block is not None
+)

@@ -24,9 +24,9 @@ from coat_jax import probes
 from coat_jax.errors import UserError
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.rotary import join_heads
-from coat_jax.numerics.explicit_axes import joined, shard_inside, spec
+from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs, shard_inside
 from coat_jax.ops import recording
-from coat_jax.ops.backward import run_backward
+from coat_jax.ops.backward import define_op
 from coat_jax.ops.checks import (
     require_array,
     require_layers,
@@ -43,18 +43,18 @@ from coat_jax.ops.saved.attention import (
 from coat_jax.ops.saved.projection import (
     Mode,
     Scales,
-    as_input,
     bias_gradients,
     fp8_scale,
     gradient_operand,
     input_gradient,
     mode_of,
     project,
+    quantize_input,
     recompute_input,
     weight_gradients,
 )
 from coat_jax.precision import COAT, Precision, precision_of
-from coat_jax.probes import OptionalProbe
+from coat_jax.probes import Probe
 
 MAX_CUDNN_HEAD = 128
 
@@ -89,7 +89,7 @@ def attention(
     settings = _settings(q, k, v, causal, window, segments, scale, precision, backend)
     probe = probes.probe("attention", recording.attention_blocks(settings.precision))
     op = partial(_attention, settings)
-    return shard_inside(op, lambda: joined(*spec(q)), q, k, v, segments, probe)
+    return shard_inside(op, lambda: merge_specs(*explicit_spec(q)), q, k, v, segments, probe)
 
 
 def attention_linear(
@@ -135,7 +135,7 @@ def attention_linear(
     op = partial(_attention_linear, (settings, mode))
 
     def result() -> PartitionSpec:
-        return joined(*spec(q)[:2], spec(weight)[1])
+        return merge_specs(*explicit_spec(q)[:2], explicit_spec(weight)[1])
 
     return shard_inside(op, result, q, k, v, segments, weight, bias, probe)
 
@@ -167,13 +167,14 @@ def _settings(
         )
     if head_dim == 0:
         raise ValueError(f"attention takes heads of at least one number, not q {q.shape}.")
-    require_window(window, causal=causal)
+    if window is not None:
+        _require_window(window, causal)
     if segments is not None:
         require_array("segments", segments)
-    if segments is not None and (segments.shape != q.shape[:2] or q.shape[1] != k.shape[1]):
-        raise ValueError(
-            f"segments {segments.shape} must number the tokens of q {q.shape[:2]} and of k."
-        )
+        if segments.shape != q.shape[:2] or q.shape[1] != k.shape[1]:
+            raise ValueError(
+                f"segments {segments.shape} must number the tokens of q {q.shape[:2]} and of k."
+            )
     if backend not in (None, "cudnn", "xla"):
         raise ValueError(f'backend={backend!r} must be None, "cudnn" or "xla".')
     if backend is None:
@@ -194,10 +195,7 @@ def _settings(
     return AttentionSettings(causal, window, float(scale), precision_of(precision), backend)
 
 
-def require_window(window: int | None, *, causal: bool) -> None:
-    """Raises unless a window, if there is one, is a number of tokens of causal attention."""
-    if window is None:
-        return
+def _require_window(window: Any, causal: bool) -> None:
     if isinstance(window, bool) or not isinstance(window, int | np.integer):
         raise TypeError(f"window={window!r} must be a whole number of tokens, or None.")
     if window < 1 or not causal:
@@ -207,111 +205,93 @@ def require_window(window: int | None, *, causal: bool) -> None:
 # --- attention -------------------------------------------------------------------------------
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(
-    settings: AttentionSettings,
-    q: Array,
-    k: Array,
-    v: Array,
-    segments: Array | None,
-    probe: OptionalProbe,
-) -> Array:
-    return _attention_forward(settings, q, k, v, segments, probe)[0]
-
-
 def _attention_forward(
-    settings: AttentionSettings,
-    q: Array,
-    k: Array,
-    v: Array,
-    segments: Array | None,
-    probe: OptionalProbe,
+    settings: AttentionSettings, q: Array, k: Array, v: Array, segments: Array | None
 ) -> Any:
     o, saved = save_attention(settings, q, k, v, segments)
-    return o, (saved, segments, recording.attention(probe, (q, k, v), o, saved, settings))
+
+    def record(probe: Probe) -> Probe:
+        return recording.attention(probe, (q, k, v), o, saved, settings)
+
+    return o, (saved, segments), record
 
 
-def _attention_backward(settings: AttentionSettings, residuals: Any, gradient: Array) -> Any:
-    def backward(
-        saved: SavedAttention, segments: Array | None, seen: OptionalProbe, do: Array
-    ) -> Any:
-        _, pull = recompute_attention(settings, saved, segments, do.dtype)
-        return *pull(do), None, seen
-
-    rounds = settings.precision.attention_block is not None
-    return run_backward(backward, residuals, gradient, name="attention", rounds=rounds)
+def _attention_backward(
+    settings: AttentionSettings, saved: SavedAttention, segments: Array | None, do: Array
+) -> Any:
+    _, pull = recompute_attention(settings, saved, segments, do.dtype)
+    return (*pull(do), None), lambda probe: probe
 
 
-_attention.defvjp(_attention_forward, _attention_backward)
+_attention = define_op(
+    "attention",
+    _attention_forward,
+    _attention_backward,
+    rounds=lambda settings: settings.precision.attention_block is not None,
+)
 
 
 # --- attention_linear ------------------------------------------------------------------------
 
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention_linear(
-    static: tuple[AttentionSettings, Mode],
-    q: Array,
-    k: Array,
-    v: Array,
-    segments: Array | None,
-    weight: Array,
-    bias: Array | None,
-    probe: OptionalProbe,
-) -> Array:
-    return _attention_linear_forward(static, q, k, v, segments, weight, bias, probe)[0]
+_Static = tuple[AttentionSettings, Mode]
 
 
 def _attention_linear_forward(
-    static: tuple[AttentionSettings, Mode],
+    static: _Static,
     q: Array,
     k: Array,
     v: Array,
     segments: Array | None,
     weight: Array,
     bias: Array | None,
-    probe: OptionalProbe,
 ) -> Any:
     settings, mode = static
     output, saved = save_attention(settings, q, k, v, segments)
     exact = settings.precision.exact_forward
     o = output if exact else restore(saved.output, q.dtype, settings.precision.attention_block)
-    n = as_input(join_heads(o), q.dtype, mode)
+    n = quantize_input(join_heads(o), q.dtype, mode)
     scale = fp8_scale(n, mode)
     (y,), scales = project(n, (weight,), (bias,), q.dtype, mode)
-    seen = recording.attention(probe, (q, k, v), output, saved, settings)
-    seen = recording.products(
-        seen, "out/input", lambda: join_heads(o), scale, (weight,), scales, mode
-    )
-    return y, (saved, scale, segments, weight, scales, bias, seen)
+
+    def record(probe: Probe) -> Probe:
+        probe = recording.attention(probe, (q, k, v), output, saved, settings)
+        return recording.products(
+            probe, "out/input", lambda: join_heads(o), scale, (weight,), scales, mode
+        )
+
+    return y, (saved, scale, segments, weight, scales, bias), record
 
 
 def _attention_linear_backward(
-    static: tuple[AttentionSettings, Mode], residuals: Any, gradient: Array
+    static: _Static,
+    saved: SavedAttention,
+    scale: Array | None,
+    segments: Array | None,
+    weight: Array,
+    scales: Scales,
+    bias: Array | None,
+    dy: Array,
 ) -> Any:
     settings, mode = static
-
-    def backward(
-        saved: SavedAttention,
-        scale: Array | None,
-        segments: Array | None,
-        weight: Array,
-        scales: Scales,
-        bias: Array | None,
-        seen: OptionalProbe,
-        dy: Array,
-    ) -> Any:
-        o, pull = recompute_attention(settings, saved, segments, dy.dtype)
-        n = recompute_input(join_heads(o), scale, dy.dtype, mode)
-        g = [gradient_operand(dy, mode)]
-        do = input_gradient((weight,), scales, g, o.dtype, mode).reshape(o.shape)
-        (d_weight,) = weight_gradients(n, (weight,), g)
-        (d_bias,) = bias_gradients((bias,), (dy,))
-        seen = recording.gradients(seen, lambda: (dy,), g, mode)
-        return *pull(do), None, d_weight, d_bias, seen
-
-    rounds = settings.precision.fp8_linear or settings.precision.attention_block is not None
-    return run_backward(backward, residuals, gradient, name="attention_linear", rounds=rounds)
+    o, pull = recompute_attention(settings, saved, segments, dy.dtype)
+    n = recompute_input(join_heads(o), scale, dy.dtype, mode)
+    g = [gradient_operand(dy, mode)]
+    do = input_gradient((weight,), scales, g, o.dtype, mode).reshape(o.shape)
+    (d_weight,) = weight_gradients(n, (weight,), g)
+    (d_bias,) = bias_gradients((bias,), (dy,))
+    return (*pull(do), None, d_weight, d_bias), lambda probe: recording.gradients(
+        probe, lambda: (dy,), g, mode
+    )
 
 
-_attention_linear.defvjp(_attention_linear_forward, _attention_linear_backward)
+def _rounds_attention(static: _Static) -> bool:
+    precision = static[0].precision
+    return precision.fp8_linear or precision.attention_block is not None
+
+
+_attention_linear = define_op(
+    "attention_linear",
+    _attention_linear_forward,
+    _attention_linear_backward,
+    rounds=_rounds_attention,
+)

@@ -22,40 +22,66 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array
 
-from coat_jax.precision import Precision
+from coat_jax.ops.saved.projection import Mode
+from coat_jax.probes import Probe
+
+Record = Callable[[Probe], Probe]
 
 
-def run_backward(
-    backward: Callable[..., Any],
-    residuals: tuple[Any, ...],
-    gradient: Any,
-    *,
+def define_op(
     name: str,
-    rounds: bool,
-) -> Any:
-    """`backward(*residuals, gradient)`.
+    forward: Callable[..., tuple[Any, tuple[Any, ...], Record]],
+    backward: Callable[..., tuple[tuple[Any, ...], Record]],
+    *,
+    rounds: Callable[[Any], bool],
+) -> Callable[..., Any]:
+    """Returns an op with a gradient of its own: a function of (settings, *arrays, probe).
+
+    The gradient of its probe is what `record(probe)` returns, which is called only with telemetry:
+    the probe with the statistics of what the forward or the backward pass rounded.
 
     Args:
-        backward: the gradients as a function of the residuals and of the result's gradient.
-        residuals: what the forward pass saved.
-        gradient: of the result.
-        name: of the operation, for the error.
-        rounds: whether it rounds to FP8, so that it can be differentiated only once.
+        name: of the op, for errors.
+        forward: (settings, *arrays) -> result, residuals, record.
+        backward: (settings, *residuals, gradient) -> gradients of the arrays, record.
+        rounds: whether an op with these settings rounds to FP8, so that it can be differentiated
+            only once.
     """
-    # The gradient that is used bypasses the barrier, which would hide its sharding.
-    residuals, _ = lax.optimization_barrier((residuals, gradient))
-    if not rounds:
-        return backward(*residuals, gradient)
-    guarded = jax.custom_jvp(backward)
 
-    @guarded.defjvp
-    def refuse(primals: Any, tangents: Any) -> Any:
-        raise TypeError(
-            f"coat.ops.{name} in FP8 can be differentiated once only: rounding to FP8 has no "
-            "second derivative. Use precision=coat.BF16 where you need Hessians."
-        )
+    def op(settings: Any, *arrays: Any) -> Any:
+        return save(settings, *arrays)[0]
 
-    return guarded(*residuals, gradient)
+    def save(settings: Any, *arrays_and_probe: Any) -> tuple[Any, tuple[Any, ...]]:
+        *arrays, probe = arrays_and_probe
+        result, residuals, record = forward(settings, *arrays)
+        return result, (*residuals, probe and record(probe))
+
+    def differentiate(settings: Any, saved: tuple[Any, ...], gradient: Any) -> tuple[Any, ...]:
+        def pull(*saved_and_gradient: Any) -> tuple[Any, ...]:
+            *residuals, probe, gradient = saved_and_gradient
+            gradients, record = backward(settings, *residuals, gradient)
+            return *gradients, probe and record(probe)
+
+        # The gradient that is used bypasses the barrier, which would hide its sharding.
+        saved, _ = lax.optimization_barrier((saved, gradient))
+        if not rounds(settings):
+            return pull(*saved, gradient)
+        guarded = jax.custom_jvp(pull)
+
+        @guarded.defjvp
+        def refuse(primals: Any, tangents: Any) -> Any:
+            raise TypeError(
+                f"coat.ops.{name} in FP8 can be differentiated once only: rounding to FP8 has no "
+                "second derivative. Use precision=coat.BF16 where you need Hessians."
+            )
+
+        results: tuple[Any, ...] = guarded(*saved, gradient)
+        return results
+
+    op.__name__ = name
+    differentiable = jax.custom_vjp(op, nondiff_argnums=(0,))
+    differentiable.defvjp(save, differentiate)
+    return differentiable
 
 
 @jax.custom_jvp
@@ -87,6 +113,6 @@ def _with_batch(
     return whole, (True,) * len(whole)
 
 
-def rounds_rows(precision: Precision) -> bool:
+def rounds_rows(mode: Mode) -> bool:
     """Whether a linear layer computes in FP8 or saves its residuals in FP8."""
-    return precision.fp8_linear or precision.block is not None
+    return mode.precision.fp8_linear or mode.precision.block is not None

@@ -16,9 +16,9 @@ def require_layers(
     if not weights:
         raise ValueError(f"{name} needs at least one weight.")
     for weight, bias in zip(weights, biases, strict=True):
-        require_array(name, weight)
+        require_real(name, weight)
         if bias is not None:
-            require_array(name, bias)
+            require_real(name, bias)
         if weight.ndim != 2 or weight.shape[0] != columns:
             raise ValueError(
                 f"{name} got an input with {columns} columns and a weight of shape "
@@ -29,15 +29,12 @@ def require_layers(
                 f"{name} got a bias of shape {bias.shape} for a weight of shape {weight.shape}: "
                 f"it should be {weight.shape[1:]}."
             )
-        for operand in (weight, bias):
-            if operand is not None:
-                require_real(name, operand)
 
 
 def require_columns(name: str, x: Array) -> None:
     """Raises unless `x` is an array of real floats with a last axis to work on."""
     require_real(name, x)
-    if jnp.ndim(x) == 0:
+    if x.ndim == 0:
         raise ValueError(f"{name} works on the last axis of its input, and a scalar has none.")
 
 
@@ -62,7 +59,7 @@ def require_array(name: str, value: Any) -> None:
 def require_norm(name: str, columns: int, norm: Norm) -> None:
     """Raises unless `norm` is a `Norm` whose parameters have one number per column."""
     if not isinstance(norm, Norm):
-        remedy = "its spec()" if hasattr(norm, "spec") else "coat.ops.Norm(scale)"
+        remedy = "its as_op_norm()" if hasattr(norm, "as_op_norm") else "coat.ops.Norm(scale)"
         raise TypeError(f"{name} takes a coat.ops.Norm, not {type(norm).__name__}: pass {remedy}.")
     for part in (norm.scale, norm.shift):
         if part is None:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax.numerics.explicit_axes import joined, shard_inside, spec
+from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs, shard_inside
 from coat_jax.ops.checks import require_real
 from coat_jax.ops.linear import linear
 from coat_jax.precision import COAT, Precision, precision_of
@@ -76,9 +76,9 @@ class DotGeneral:
             return linear(x, w, precision=self.precision).reshape(*row_shape, *others_shape)
 
         def result() -> Any:
-            of_input, of_weight = spec(lhs), spec(rhs)
+            of_input, of_weight = explicit_spec(lhs), explicit_spec(rhs)
             free = [of_input[axis] for axis in rows] + [of_weight[axis] for axis in others]
-            return joined(*free) if out_sharding is None else out_sharding
+            return merge_specs(*free) if out_sharding is None else out_sharding
 
         y: Array = shard_inside(op, result, lhs, rhs)
         if out_sharding is not None:

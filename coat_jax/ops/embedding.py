@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from coat_jax.numerics.explicit_axes import joined, shard_inside, spec
+from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs, shard_inside
 from coat_jax.ops.checks import require_array, require_real
 
 
@@ -28,7 +28,12 @@ def embedding(table: Float[Array, "V D"], tokens: Int[Array, "..."]) -> Float[Ar
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise TypeError(f"tokens are whole numbers, not {tokens.dtype.name}.")
     table, tokens = jnp.asarray(table), in_int32(tokens)
-    return shard_inside(_embedding, lambda: joined(*spec(tokens), spec(table)[1]), table, tokens)
+    return shard_inside(
+        _embedding,
+        lambda: merge_specs(*explicit_spec(tokens), explicit_spec(table)[1]),
+        table,
+        tokens,
+    )
 
 
 def in_int32(tokens: Int[Array, "..."]) -> Int[Array, "..."]:

@@ -9,10 +9,8 @@ once, in FP8. The product with c is not in FP8, because x a has few columns.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
@@ -23,9 +21,9 @@ from coat_jax.kernels import gemm
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.sharding import as_3d
-from coat_jax.numerics.explicit_axes import joined, shard_inside, spec
+from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs, shard_inside
 from coat_jax.numerics.minifloat import Minifloat
-from coat_jax.ops.backward import batched_alike, run_backward
+from coat_jax.ops.backward import batched_alike, define_op
 from coat_jax.ops.checks import require_columns, require_layers, require_real
 from coat_jax.ops.saved.projection import (
     Mode,
@@ -68,14 +66,8 @@ def freeze(weight: Float[Array, "K N"], *, precision: Precision | str = COAT) ->
     return Frozen(rounded.values, rounded.scale)
 
 
-def _described(dtype: DTypeLike | None) -> str:
-    if dtype is None:
-        return "without FP8"
-    return f"in {dtype.name if isinstance(dtype, Minifloat) else jnp.dtype(dtype).name}"
-
-
 def _require_fp8_products(name: str, mode: Mode) -> None:
-    if mode.int8_forward:
+    if mode.precision.int8_forward:
         raise UserError(
             f"{name} is for weights whose FP8 codes are multiplied, and int8_forward multiplies in "
             "INT8. Use a precision without it, such as coat.COAT."
@@ -127,49 +119,47 @@ def adapted_linear(
     mode = mode_of(precision, implementation)
     _require_fp8_products("adapted_linear", mode)
     if mode.format != weight.codes.dtype:
+        fmt = mode.format if isinstance(mode.format, Minifloat | None) else jnp.dtype(mode.format)
+        products = "without FP8" if fmt is None else f"in {fmt.name}"
         raise ValueError(
             f"The weight is frozen as {weight.codes.dtype.name}, but this precision multiplies "
-            f"{_described(mode.format)}. Freeze it with the precision of the product."
+            f"{products}. Freeze it with the precision of the product."
         )
 
     def op(x: Array, weight: Frozen, a: Array, c: Array, bias: Array | None) -> Array:
-        y, h = _products(mode, as_3d(x), weight, a)
+        y, h = _products(mode, as_3d(x), weight, a, None)  # without telemetry
         y = y + (h @ c.astype(x.dtype))
         y = y if bias is None else y + bias.astype(x.dtype)
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
     def result() -> PartitionSpec:
-        return joined(*spec(x)[:-1], spec(weight.codes)[1])
+        return merge_specs(*explicit_spec(x)[:-1], explicit_spec(weight.codes)[1])
 
     y: Array = shard_inside(op, result, x, weight, a, c, bias)
     return y
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _products(mode: Mode, x: Array, weight: Frozen, a: Array) -> tuple[Array, Array]:
-    return _products_forward(mode, x, weight, a)[0]
 
 
 def _products_forward(mode: Mode, x: Array, weight: Frozen, a: Array) -> Any:
     n = as_operand(x, x.dtype, mode)
     narrow = as_operand(a, x.dtype, mode, "transposed")
     y, h = (gemm.product(n, w, x.dtype) for w in (_operand(weight), narrow))
-    return batched_alike(y, h), (n, weight, a, narrow.scale)
+    return batched_alike(y, h), (n, weight, a, narrow.scale), lambda probe: probe
 
 
-def _products_backward(mode: Mode, residuals: Any, gradients: tuple[Array, Array]) -> Any:
-    def backward(n: Operand, weight: Frozen, a: Array, scale: Array, gradients: Any) -> Any:
-        dtype: DTypeLike = gradients[0].dtype
-        dy, dh = (gradient_operand(g, mode) for g in gradients)
-        narrow = recompute_weight(a, scale, dtype, mode)
-        dx = gemm.product_transposed(dy, _operand(weight), dtype)
-        dx = gemm.product_transposed(dh, narrow, dtype) + dx
-        return dx, None, gemm.outer_product(n, dh, a.dtype)
+def _products_backward(
+    mode: Mode, n: Operand, weight: Frozen, a: Array, scale: Array, gradients: tuple[Array, Array]
+) -> Any:
+    dtype: DTypeLike = gradients[0].dtype
+    dy, dh = (gradient_operand(g, mode) for g in gradients)
+    narrow = recompute_weight(a, scale, dtype, mode)
+    dx = gemm.product_transposed(dy, _operand(weight), dtype)
+    dx = gemm.product_transposed(dh, narrow, dtype) + dx
+    return (dx, None, gemm.outer_product(n, dh, a.dtype)), lambda probe: probe
 
-    return run_backward(backward, residuals, gradients, name="adapted_linear", rounds=True)
 
-
-_products.defvjp(_products_forward, _products_backward)
+_products = define_op(
+    "adapted_linear", _products_forward, _products_backward, rounds=lambda mode: True
+)
 
 
 def _operand(weight: Frozen) -> Operand:

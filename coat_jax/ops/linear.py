@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
@@ -19,9 +18,9 @@ from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.norm import Norm
 from coat_jax.kernels.sharding import as_3d
-from coat_jax.numerics.explicit_axes import joined, shard_inside, spec
+from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs, shard_inside
 from coat_jax.ops import recording
-from coat_jax.ops.backward import batched_alike, rounds_rows, run_backward
+from coat_jax.ops.backward import batched_alike, define_op, rounds_rows
 from coat_jax.ops.checks import require_columns, require_layers, require_norm
 from coat_jax.ops.saved.norm import SavedNorm, norm_gradient, recompute_norm, save_norm
 from coat_jax.ops.saved.projection import (
@@ -30,18 +29,18 @@ from coat_jax.ops.saved.projection import (
     Outputs,
     Scales,
     Weights,
-    as_input,
     as_layers,
     bias_gradients,
     gradient_operand,
     input_gradient,
     mode_of,
     project,
-    saved_input,
+    quantize_input,
+    residual_of,
     weight_gradients,
 )
 from coat_jax.precision import COAT, Precision
-from coat_jax.probes import OptionalProbe
+from coat_jax.probes import Probe
 
 
 def linear(
@@ -106,7 +105,7 @@ def _on_rows(layer: Callable[..., Outputs], weights: Weights, x: Array, *rest: A
         return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in layer(as_3d(x), *rest))
 
     def result() -> tuple[PartitionSpec, ...]:
-        return tuple(joined(*spec(x)[:-1], spec(w)[-1]) for w in weights)
+        return tuple(merge_specs(*explicit_spec(x)[:-1], explicit_spec(w)[-1]) for w in weights)
 
     outputs: Outputs = shard_inside(op, result, x, *rest)
     return outputs
@@ -120,85 +119,66 @@ def _names(weights: Weights) -> tuple[str, ...]:
 # --- linear ----------------------------------------------------------------------------------
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(
-    mode: Mode, x: Array, weights: Weights, biases: Biases, probe: OptionalProbe
-) -> Outputs:
-    return _linear_forward(mode, x, weights, biases, probe)[0]
-
-
-def _linear_forward(
-    mode: Mode, x: Array, weights: Weights, biases: Biases, probe: OptionalProbe
-) -> Any:
-    n = as_input(x, x.dtype, mode)
+def _linear_forward(mode: Mode, x: Array, weights: Weights, biases: Biases) -> Any:
+    n = quantize_input(x, x.dtype, mode)
     outputs, scales = project(n, weights, biases, x.dtype, mode)
-    saved = saved_input(x, n, mode)
-    seen = recording.products(probe, "input", lambda: x, saved.scale, weights, scales, mode)
-    return batched_alike(*outputs), (saved, weights, scales, biases, seen)
+    saved = residual_of(x, n, mode)
+
+    def record(probe: Probe) -> Probe:
+        return recording.products(probe, "input", lambda: x, saved.scale, weights, scales, mode)
+
+    return batched_alike(*outputs), (saved, weights, scales, biases), record
 
 
-def _linear_backward(mode: Mode, residuals: Any, gradients: Outputs) -> Any:
-    def backward(
-        n: Operand,
-        weights: Weights,
-        scales: Scales,
-        biases: Biases,
-        seen: OptionalProbe,
-        gradients: Outputs,
-    ) -> Any:
-        dtype = gradients[0].dtype
-        g = [gradient_operand(dy, mode) for dy in gradients]
-        dx = input_gradient(weights, scales, g, dtype, mode)
-        seen = recording.gradients(seen, lambda: gradients, g, mode)
-        return dx, weight_gradients(n, weights, g), bias_gradients(biases, gradients), seen
-
-    rounds = mode.precision.fp8_linear
-    return run_backward(backward, residuals, gradients, name="linear", rounds=rounds)
+def _linear_backward(
+    mode: Mode, n: Operand, weights: Weights, scales: Scales, biases: Biases, gradients: Outputs
+) -> Any:
+    g = [gradient_operand(dy, mode) for dy in gradients]
+    dx = input_gradient(weights, scales, g, gradients[0].dtype, mode)
+    d_weights, d_biases = weight_gradients(n, weights, g), bias_gradients(biases, gradients)
+    return (dx, d_weights, d_biases), lambda probe: recording.gradients(
+        probe, lambda: gradients, g, mode
+    )
 
 
-_linear.defvjp(_linear_forward, _linear_backward)
+_linear = define_op(
+    "linear", _linear_forward, _linear_backward, rounds=lambda mode: mode.precision.fp8_linear
+)
 
 
 # --- norm_linear -----------------------------------------------------------------------------
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _norm_linear(
-    mode: Mode, x: Array, norm: Norm, weights: Weights, biases: Biases, probe: OptionalProbe
-) -> Outputs:
-    return _norm_linear_forward(mode, x, norm, weights, biases, probe)[0]
-
-
-def _norm_linear_forward(
-    mode: Mode, x: Array, norm: Norm, weights: Weights, biases: Biases, probe: OptionalProbe
-) -> Any:
+def _norm_linear_forward(mode: Mode, x: Array, norm: Norm, weights: Weights, biases: Biases) -> Any:
     saved, n = save_norm(x, norm, mode)
     outputs, scales = project(n, weights, biases, x.dtype, mode)
-    seen = recording.norm(probe, x, saved, norm, weights, scales, mode)
-    return batched_alike(*outputs), (saved, norm, weights, scales, biases, seen)
+
+    def record(probe: Probe) -> Probe:
+        return recording.norm(probe, x, saved, norm, weights, scales, mode)
+
+    return batched_alike(*outputs), (saved, norm, weights, scales, biases), record
 
 
-def _norm_linear_backward(mode: Mode, residuals: Any, gradients: Outputs) -> Any:
-    def backward(
-        saved: SavedNorm,
-        norm: Norm,
-        weights: Weights,
-        scales: Scales,
-        biases: Biases,
-        seen: OptionalProbe,
-        gradients: Outputs,
-    ) -> Any:
-        dtype = gradients[0].dtype
-        n = recompute_norm(saved, norm, mode, dtype)
-        g = [gradient_operand(dy, mode) for dy in gradients]
-        dn = input_gradient(weights, scales, g, dtype, mode)
-        dx, d_norm = norm_gradient(saved, norm, dn, None, mode)
-        d_weights = weight_gradients(n, weights, g)
-        seen = recording.gradients(seen, lambda: gradients, g, mode)
-        return dx, d_norm, d_weights, bias_gradients(biases, gradients), seen
-
-    rounds = rounds_rows(mode.precision)
-    return run_backward(backward, residuals, gradients, name="norm_linear", rounds=rounds)
+def _norm_linear_backward(
+    mode: Mode,
+    saved: SavedNorm,
+    norm: Norm,
+    weights: Weights,
+    scales: Scales,
+    biases: Biases,
+    gradients: Outputs,
+) -> Any:
+    dtype = gradients[0].dtype
+    n = recompute_norm(saved, norm, mode, dtype)
+    g = [gradient_operand(dy, mode) for dy in gradients]
+    dn = input_gradient(weights, scales, g, dtype, mode)
+    dx, d_norm = norm_gradient(saved, norm, dn, None, mode)
+    d_weights, d_biases = weight_gradients(n, weights, g), bias_gradients(biases, gradients)
+    return (dx, d_norm, d_weights, d_biases), lambda probe: recording.gradients(
+        probe, lambda: gradients, g, mode
+    )
 
 
-_norm_linear.defvjp(_norm_linear_forward, _norm_linear_backward)
+_norm_linear = define_op(
+    "norm_linear", _norm_linear_forward, _norm_linear_backward, rounds=rounds_rows
+)

@@ -7,25 +7,18 @@ Saved for the backward pass: x and the pre-activations (n g, n u), in FP8 blocks
 norm, the activation and their product are recomputed from these.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 from jaxtyping import Array, Float
 
 from coat_jax.kernels.activation import Activation, require_activation
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.norm import Norm
 from coat_jax.kernels.sharding import as_3d
-from coat_jax.numerics.explicit_axes import joined, shard_inside, spec
+from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs, shard_inside
 from coat_jax.ops import recording
-from coat_jax.ops.backward import rounds_rows, run_backward
-from coat_jax.ops.checks import (
-    require_array,
-    require_columns,
-    require_layers,
-    require_norm,
-)
+from coat_jax.ops.backward import define_op, rounds_rows
+from coat_jax.ops.checks import require_columns, require_layers, require_norm
 from coat_jax.ops.saved.activation import (
     SavedActivation,
     activation_gradients,
@@ -48,7 +41,7 @@ from coat_jax.ops.saved.projection import (
     weight_gradients,
 )
 from coat_jax.precision import COAT, Precision
-from coat_jax.probes import OptionalProbe
+from coat_jax.probes import Probe
 
 
 def gated_mlp(
@@ -84,13 +77,8 @@ def gated_mlp(
         >>> jax.jit(coat.ops.gated_mlp)(x, norm, gate, up, down).shape
         (2, 8, 64)
     """
-    for weight in (gate, up):
-        require_array("gated_mlp", weight)
-    if gate.shape != up.shape:
-        raise ValueError(f"gate {gate.shape} and up {up.shape} must have one shape.")
-    _require("gated_mlp", x, norm, (gate, up), (None, None), down, None, activation)
     settings = _MLPSettings(activation, residual, mode_of(precision, implementation), "gated_mlp")
-    return _sharded_mlp(settings, x, norm, (gate, up), (None, None), down, None)
+    return _apply(settings, x, norm, (gate, up), (None, None), down, None)
 
 
 def mlp(
@@ -120,29 +108,8 @@ def mlp(
         precision: see `coat.Precision`.
         implementation: "xla", "triton", or None to choose by the device.
     """
-    _require("mlp", x, norm, (up,), (up_bias,), down, down_bias, activation)
     settings = _MLPSettings(activation, residual, mode_of(precision, implementation), "mlp")
-    return _sharded_mlp(settings, x, norm, (up,), (up_bias,), down, down_bias)
-
-
-def _require(
-    name: str,
-    x: Array,
-    norm: Norm | None,
-    weights: Weights,
-    biases: Biases,
-    down: Array,
-    down_bias: Array | None,
-    activation: str,
-) -> None:
-    require_activation(activation)
-    require_columns(name, x)
-    if norm is not None:
-        require_norm(name, x.shape[-1], norm)
-    require_layers(name, x.shape[-1], weights, biases)
-    require_layers(name, weights[0].shape[1], (down,), (down_bias,))
-    if down.shape[1] != x.shape[-1]:
-        raise ValueError(f"{name} got x with {x.shape[-1]} columns and down {down.shape}.")
+    return _apply(settings, x, norm, (up,), (up_bias,), down, down_bias)
 
 
 class _MLPSettings(NamedTuple):
@@ -152,24 +119,43 @@ class _MLPSettings(NamedTuple):
     name: str
 
 
-def _sharded_mlp(settings: _MLPSettings, x: Array, *rest: Any) -> Any:
-    """The MLP, whose result has the shape of x, and its sharding over explicit axes."""
-
-    def op(x: Array, *rest: Any) -> Array:
-        return _mlp(settings, as_3d(x), *rest).reshape(x.shape)
-
-    return shard_inside(op, lambda: joined(*spec(x)), x, *rest, _probe(settings))
-
-
-def _probe(settings: _MLPSettings) -> OptionalProbe:
-    hidden = ("gate", "up") if settings.name == "gated_mlp" else ("up",)
-    return recording.probe_of_layers(
-        settings.name,
+def _apply(
+    settings: _MLPSettings,
+    x: Array,
+    norm: Norm | None,
+    weights: Weights,
+    biases: Biases,
+    down: Array,
+    down_bias: Array | None,
+) -> Any:
+    """The checked MLP, whose result has the shape of x, and its sharding over explicit axes."""
+    name = settings.name
+    require_activation(settings.activation)
+    require_columns(name, x)
+    if norm is not None:
+        require_norm(name, x.shape[-1], norm)
+    require_layers(name, x.shape[-1], weights, biases)
+    shapes = [weight.shape for weight in weights]
+    if shapes[0] != shapes[-1]:
+        raise ValueError("gate {} and up {} must have one shape.".format(*shapes))
+    require_layers(name, weights[0].shape[1], (down,), (down_bias,))
+    if down.shape[1] != x.shape[-1]:
+        raise ValueError(f"{name} got x with {x.shape[-1]} columns and down {down.shape}.")
+    hidden = ("gate", "up")[-len(weights) :]
+    probe = recording.probe_of_layers(
+        name,
         settings.mode,
         (*hidden, "down"),
         operands=("input", "down/input"),
         blocks=("saved", *(f"{name}/saved" for name in hidden)),
     )
+
+    def op(x: Array, *rest: Any) -> Array:
+        y: Array = _mlps[name](settings, as_3d(x), *rest)
+        return y.reshape(x.shape)
+
+    arrays = (x, norm, weights, biases, down, down_bias, probe)
+    return shard_inside(op, lambda: merge_specs(*explicit_spec(x)), *arrays)
 
 
 class _Saved(NamedTuple):
@@ -183,21 +169,6 @@ class _Saved(NamedTuple):
     down: Array
     down_bias: Array | None
     scales: Scales  # of the weights, down's last
-    probe: OptionalProbe
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(
-    settings: _MLPSettings,
-    x: Array,
-    norm: Norm | None,
-    weights: Weights,
-    biases: Biases,
-    down: Array,
-    down_bias: Array | None,
-    probe: OptionalProbe,
-) -> Array:
-    return _forward(settings, x, norm, weights, biases, down, down_bias, probe)[0]
 
 
 def _forward(
@@ -208,8 +179,7 @@ def _forward(
     biases: Biases,
     down: Array,
     down_bias: Array | None,
-    probe: OptionalProbe,
-) -> tuple[Array, _Saved]:
+) -> Any:
     act, residual, mode, _ = settings
     saved, n = save_norm(x, norm, mode)
     products, scales = multiply(n, weights, x.dtype, mode)
@@ -217,39 +187,41 @@ def _forward(
     unscaled = products if all(bias is None for bias in biases) else ()
     hidden, a = save_activation(pre_activations, act, mode, unscaled=unscaled)
     (y,), (down_scale,) = project(a, (down,), (down_bias,), x.dtype, mode)
-    probe = recording.norm(probe, x, saved, norm, weights, scales, mode)
-    probe = recording.activation(probe, pre_activations, hidden, act, down, down_scale, mode)
-    scales += (down_scale,)
-    saved_arrays = _Saved(saved, hidden, norm, weights, biases, down, down_bias, scales, probe)
-    return x + y if residual else y, saved_arrays
+
+    def record(probe: Probe) -> Probe:
+        probe = recording.norm(probe, x, saved, norm, weights, scales, mode)
+        return recording.activation(probe, pre_activations, hidden, act, down, down_scale, mode)
+
+    all_scales = (*scales, down_scale)
+    residuals = _Saved(saved, hidden, norm, weights, biases, down, down_bias, all_scales)
+    return x + y if residual else y, (residuals,), record
 
 
-def _backward(settings: _MLPSettings, saved_arrays: _Saved, gradient: Array) -> Any:
-    act, residual, mode, name = settings
+def _backward(settings: _MLPSettings, saved: _Saved, dy: Array) -> Any:
+    act, residual, mode, _ = settings
+    g, da, da_bound = bounded_input_gradient(saved.down, saved.scales[-1], dy, mode)
+    a, d_hidden = activation_gradients(saved.hidden, da, da_bound, act, mode)
+    (d_down,) = weight_gradients(a, (saved.down,), (g,))
+    (d_down_bias,) = bias_gradients((saved.down_bias,), (dy,))
 
-    def backward(saved: _Saved, dy: Array) -> Any:
-        dtype = dy.dtype
-        g, da, da_bound = bounded_input_gradient(saved.down, saved.scales[-1], dy, mode)
-        a, d_hidden = activation_gradients(saved.hidden, da, da_bound, act, mode)
-        (d_down,) = weight_gradients(a, (saved.down,), (g,))
-        (d_down_bias,) = bias_gradients((saved.down_bias,), (dy,))
+    dn = input_gradient(saved.weights, saved.scales[:-1], d_hidden, dy.dtype, mode)
+    n = recompute_norm(saved.x, saved.norm, mode, dy.dtype)
+    d_weights = weight_gradients(n, saved.weights, d_hidden)
+    d_biases = saved.biases
+    if any(bias is not None for bias in saved.biases):
+        d_biases = bias_gradients(saved.biases, gradient_values(saved.hidden, da, act, mode))
+    dx, d_norm = norm_gradient(saved.x, saved.norm, dn, dy if residual else None, mode)
 
-        dn = input_gradient(saved.weights, saved.scales[:-1], d_hidden, dtype, mode)
-        n = recompute_norm(saved.x, saved.norm, mode, dtype)
-        d_weights = weight_gradients(n, saved.weights, d_hidden)
-        d_biases = saved.biases
-        if any(bias is not None for bias in saved.biases):
-            d_biases = bias_gradients(saved.biases, gradient_values(saved.hidden, da, act, mode))
-        dx, d_norm = norm_gradient(saved.x, saved.norm, dn, dy if residual else None, mode)
+    def record(probe: Probe) -> Probe:
         probe = recording.gradients(
-            saved.probe, lambda: gradient_values(saved.hidden, da, act, mode), d_hidden, mode
+            probe, lambda: gradient_values(saved.hidden, da, act, mode), d_hidden, mode
         )
-        probe = recording.gradients(probe, lambda: (dy,), (g,), mode, first=len(d_hidden))
-        return dx, d_norm, d_weights, d_biases, d_down, d_down_bias, probe
+        return recording.gradients(probe, lambda: (dy,), (g,), mode, first=len(d_hidden))
 
-    return run_backward(
-        backward, (saved_arrays,), gradient, name=name, rounds=rounds_rows(mode.precision)
-    )
+    return (dx, d_norm, d_weights, d_biases, d_down, d_down_bias), record
 
 
-_mlp.defvjp(_forward, _backward)
+_mlps = {
+    name: define_op(name, _forward, _backward, rounds=lambda settings: rounds_rows(settings.mode))
+    for name in ("gated_mlp", "mlp")
+}

@@ -6,19 +6,18 @@ y = norm(x)         saves x in FP8 blocks, or as it is, and one or two numbers p
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from coat_jax import probes
 from coat_jax.kernels.norm import Norm, Stats, normalize, normalize_backward, statistics
-from coat_jax.numerics.explicit_axes import joined, shard_inside, spec
+from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs, shard_inside
 from coat_jax.ops import recording
-from coat_jax.ops.backward import run_backward
+from coat_jax.ops.backward import define_op
 from coat_jax.ops.checks import require_columns, require_norm
-from coat_jax.ops.saved.array import SavedArray, restore, save_input
+from coat_jax.ops.saved.array import SavedArray, restore, round_and_save
 from coat_jax.precision import COAT, Precision, precision_of
-from coat_jax.probes import OptionalProbe
+from coat_jax.probes import Probe
 
 
 def norm(
@@ -36,31 +35,23 @@ def norm(
     precision = precision_of(precision)
     probe = probes.probe("norm", () if precision.block is None else ("saved",))
     op = partial(_norm, precision)
-    return shard_inside(op, lambda: joined(*spec(x)), x, norm, probe)
+    return shard_inside(op, lambda: merge_specs(*explicit_spec(x)), x, norm, probe)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _norm(precision: Precision, x: Array, norm: Norm, probe: OptionalProbe) -> Array:
-    return _forward(precision, x, norm, probe)[0]
-
-
-def _forward(precision: Precision, x: Array, norm: Norm, probe: OptionalProbe) -> Any:
-    saved, values = save_input(x, precision)
+def _forward(precision: Precision, x: Array, norm: Norm) -> Any:
+    saved, values = round_and_save(x, precision)
     stats = statistics(values, norm)
-    seen = recording.saved(probe, "saved", x, saved, precision.block, precision.forward)
-    return normalize(values, stats, norm).astype(x.dtype), (saved, stats, norm, seen)
+
+    def record(probe: Probe) -> Probe:
+        return recording.saved(probe, "saved", x, saved, precision.block, precision.forward)
+
+    return normalize(values, stats, norm).astype(x.dtype), (saved, stats, norm), record
 
 
-def _backward(precision: Precision, residuals: Any, gradient: Array) -> Any:
-    def backward(
-        saved: SavedArray, stats: Stats, norm: Norm, seen: OptionalProbe, dy: Array
-    ) -> Any:
-        values = restore(saved, jnp.float32, precision.block)
-        dx, d_norm = normalize_backward(values, stats, norm, dy)
-        return dx.astype(dy.dtype), d_norm, seen
-
-    rounds = precision.block is not None
-    return run_backward(backward, residuals, gradient, name="norm", rounds=rounds)
+def _backward(precision: Precision, saved: SavedArray, stats: Stats, norm: Norm, dy: Array) -> Any:
+    values = restore(saved, jnp.float32, precision.block)
+    dx, d_norm = normalize_backward(values, stats, norm, dy)
+    return (dx.astype(dy.dtype), d_norm), lambda probe: probe
 
 
-_norm.defvjp(_forward, _backward)
+_norm = define_op("norm", _forward, _backward, rounds=lambda precision: precision.block is not None)

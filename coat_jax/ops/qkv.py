@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
@@ -29,15 +28,15 @@ from coat_jax.kernels.rotary import (
     split_heads,
     supports_head_dim,
 )
-from coat_jax.numerics.explicit_axes import joined, of_heads, shard_inside, spec
+from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs, of_heads, shard_inside
 from coat_jax.ops import recording
-from coat_jax.ops.backward import batched_alike, rounds_rows, run_backward
+from coat_jax.ops.backward import batched_alike, define_op, rounds_rows
 from coat_jax.ops.checks import (
     require_layers,
     require_norm,
     require_real,
 )
-from coat_jax.ops.rotary import Rotary, require_positions, require_rotary
+from coat_jax.ops.rotary import Rotary, require_rotary
 from coat_jax.ops.saved.norm import SavedNorm, norm_gradient, recompute_norm, save_norm
 from coat_jax.ops.saved.projection import (
     Biases,
@@ -53,7 +52,7 @@ from coat_jax.ops.saved.projection import (
     weight_gradients,
 )
 from coat_jax.precision import COAT, Precision
-from coat_jax.probes import OptionalProbe
+from coat_jax.probes import Probe
 
 Heads = Float[Array, "B S N H"]
 ROTATED = (True, True, False)  # q, k, v
@@ -100,16 +99,17 @@ def norm_qkv(
     if rotary is None:
         positions = None
     else:
-        require_rotary(rotary)
         positions = jnp.arange(x.shape[1]) if positions is None else positions
-        require_positions(positions, x.shape[:2])
+        require_rotary(rotary, positions, x.shape[:2])
     settings = _QKVSettings(head_dim, rotary, mode_of(precision, implementation))
     probe = recording.probe_of_layers("norm_qkv", settings.mode, NAMES, blocks=("saved",))
 
     def specs() -> tuple[PartitionSpec, ...]:
-        batch, sequence, _ = spec(x)
-        heads = [of_heads(spec(w)[1], w.shape[1] // head_dim) for w in ws]
-        return joined(*spec(x)), *(joined(batch, sequence, entry, None) for entry in heads)
+        batch, sequence, _ = explicit_spec(x)
+        heads = [of_heads(explicit_spec(w)[1], w.shape[1] // head_dim) for w in ws]
+        return merge_specs(*explicit_spec(x)), *(
+            merge_specs(batch, sequence, entry, None) for entry in heads
+        )
 
     op = partial(_norm_qkv, settings)
     return shard_inside(op, specs, x, norm, ws, bs, positions, probe)
@@ -127,19 +127,6 @@ class _QKVSettings(NamedTuple):
         return self.rotary.cos_sin(positions, self.head_dim)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _norm_qkv(
-    settings: _QKVSettings,
-    x: Array,
-    norm: Norm,
-    weights: Weights,
-    biases: Biases,
-    positions: Array | None,
-    probe: OptionalProbe,
-) -> Any:
-    return _forward(settings, x, norm, weights, biases, positions, probe)[0]
-
-
 def _forward(
     settings: _QKVSettings,
     x: Array,
@@ -147,7 +134,6 @@ def _forward(
     weights: Weights,
     biases: Biases,
     positions: Array | None,
-    probe: OptionalProbe,
 ) -> Any:
     mode = settings.mode
     saved, n = save_norm(x, norm, mode)
@@ -159,45 +145,47 @@ def _forward(
             rotary_forward(y, *angles) if is_rotated else y
             for y, is_rotated in zip(heads, ROTATED, strict=True)
         ]
-    seen = recording.norm(probe, x, saved, norm, weights, scales, mode)
-    return batched_alike(x, *heads), (saved, norm, weights, scales, biases, positions, seen)
+
+    def record(probe: Probe) -> Probe:
+        return recording.norm(probe, x, saved, norm, weights, scales, mode)
+
+    return batched_alike(x, *heads), (saved, norm, weights, scales, biases, positions), record
 
 
-def _backward(settings: _QKVSettings, residuals: Any, gradients: tuple[Array, ...]) -> Any:
+def _backward(
+    settings: _QKVSettings,
+    saved: SavedNorm,
+    norm: Norm,
+    weights: Weights,
+    scales: Scales,
+    biases: Biases,
+    positions: Array | None,
+    gradients: tuple[Array, ...],
+) -> Any:
     mode = settings.mode
+    residual, *heads = gradients
+    angles = settings.angles(positions)
+    back = [angles if is_rotated else None for is_rotated in ROTATED]
+    n = recompute_norm(saved, norm, mode, residual.dtype)
+    g = [_operand(dy, a, mode) for dy, a in zip(heads, back, strict=True)]
+    dn = input_gradient(weights, scales, g, residual.dtype, mode)
+    dx, d_norm = norm_gradient(saved, norm, dn, residual, mode)
 
-    def backward(
-        saved: SavedNorm,
-        norm: Norm,
-        weights: Weights,
-        scales: Scales,
-        biases: Biases,
-        positions: Array | None,
-        seen: OptionalProbe,
-        gradients: tuple[Array, ...],
-    ) -> Any:
-        residual, *heads = gradients
-        angles = settings.angles(positions)
-        back = [angles if is_rotated else None for is_rotated in ROTATED]
-        n = recompute_norm(saved, norm, mode, residual.dtype)
-        g = [_operand(dy, a, mode) for dy, a in zip(heads, back, strict=True)]
-        dn = input_gradient(weights, scales, g, residual.dtype, mode)
-        dx, d_norm = norm_gradient(saved, norm, dn, residual, mode)
+    def unrotated() -> list[Array]:
+        return [join_heads(_rotated_back(dy, a)) for dy, a in zip(heads, back, strict=True)]
 
-        def unrotated() -> list[Array]:
-            return [join_heads(_rotated_back(dy, a)) for dy, a in zip(heads, back, strict=True)]
-
-        d_biases = biases
-        if any(bias is not None for bias in biases):
-            d_biases = bias_gradients(biases, unrotated())
-        seen = recording.gradients(seen, unrotated, g, mode)
-        return dx, d_norm, weight_gradients(n, weights, g), d_biases, None, seen
-
-    rounds = rounds_rows(mode.precision)
-    return run_backward(backward, residuals, gradients, name="norm_qkv", rounds=rounds)
+    d_biases = biases
+    if any(bias is not None for bias in biases):
+        d_biases = bias_gradients(biases, unrotated())
+    d_weights = weight_gradients(n, weights, g)
+    return (dx, d_norm, d_weights, d_biases, None), lambda probe: recording.gradients(
+        probe, unrotated, g, mode
+    )
 
 
-_norm_qkv.defvjp(_forward, _backward)
+_norm_qkv = define_op(
+    "norm_qkv", _forward, _backward, rounds=lambda settings: rounds_rows(settings.mode)
+)
 
 
 def _operand(dy: Heads, angles: tuple[Array, Array] | None, mode: Mode) -> Operand:

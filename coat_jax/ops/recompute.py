@@ -9,7 +9,6 @@ blocks, so by default they are rounded stochastically (`numerics.blocks`).
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -20,10 +19,9 @@ from coat_jax import probes
 from coat_jax.numerics.formats import E4M3
 from coat_jax.numerics.qtensor import require_group_size
 from coat_jax.ops import recording
-from coat_jax.ops.backward import batched_alike, run_backward
+from coat_jax.ops.backward import batched_alike, define_op
 from coat_jax.ops.checks import require_columns
 from coat_jax.ops.saved.array import SavedArray, restore, save_array
-from coat_jax.probes import OptionalProbe
 
 
 def recompute(
@@ -55,34 +53,20 @@ def recompute(
         with probes.current_scope(None):  # a probe of the outer trace must not leak into it
             return function(x, *rest)
 
-    @partial(jax.custom_vjp, nondiff_argnums=(0,))
-    def again(
-        dtype: DTypeLike, probe: OptionalProbe, x: Float[Array, "*rows D"], *rest: Any
-    ) -> Any:
-        return _batched_alike(alone(x, *rest))
-
-    def forward(
-        dtype: DTypeLike, probe: OptionalProbe, x: Float[Array, "*rows D"], *rest: Any
-    ) -> tuple[Any, Any]:
-        y = _batched_alike(alone(x, *rest))
+    def forward(dtype: DTypeLike, x: Float[Array, "*rows D"], *rest: Any) -> Any:
+        leaves, structure = jax.tree.flatten(alone(x, *rest))
+        y = jax.tree.unflatten(structure, batched_alike(*leaves))
         saved = save_array(x, E4M3, block, stochastic=stochastic)
-        return y, (recording.saved(probe, "saved", x, saved, block), saved, rest)
+        return y, (saved, rest), lambda probe: recording.saved(probe, "saved", x, saved, block)
 
-    def backward(dtype: DTypeLike, residuals: Any, gradient: Any) -> Any:
-        def pull(seen: OptionalProbe, saved: SavedArray, rest: tuple[Any, ...], dy: Any) -> Any:
-            return seen, *jax.vjp(alone, restore(saved, dtype, block), *rest)[1](dy)
+    def backward(dtype: DTypeLike, saved: SavedArray, rest: tuple[Any, ...], dy: Any) -> Any:
+        gradients = jax.vjp(alone, restore(saved, dtype, block), *rest)[1](dy)
+        return gradients, lambda probe: probe
 
-        return run_backward(pull, residuals, gradient, name="recompute", rounds=True)
-
-    again.defvjp(forward, backward)
+    again = define_op("recompute", forward, backward, rounds=lambda dtype: True)
 
     def run(x: Float[Array, "*rows D"], *rest: Any) -> Any:
         require_columns("recompute", x)
-        return again(x.dtype, probes.probe("recompute", ("saved",)), x, *rest)
+        return again(x.dtype, x, *rest, probes.probe("recompute", ("saved",)))
 
     return run
-
-
-def _batched_alike(tree: Any) -> Any:
-    leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, batched_alike(*leaves))

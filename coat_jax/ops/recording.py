@@ -1,8 +1,9 @@
 """Records for telemetry what an op rounds to FP8: its tensors, and their rounded values.
 
-    seen = recording.norm(probe, x, saved, norm, weights, scales, mode)
+    probe = recording.norm(probe, x, saved, norm, weights, scales, mode)
 
-Each function takes a probe, or None without telemetry, and returns it with the sums of its tensors.
+Each function returns the probe with the sums of its tensors. `backward.define_op` calls them, only
+if an op has a probe.
 The values are computed here with `jnp`, whatever kernel rounds them, since a fused kernel does not
 return them. See `coat_jax.probes`.
 """
@@ -26,7 +27,7 @@ from coat_jax.ops.saved.attention import AttentionSettings, SavedAttention
 from coat_jax.ops.saved.norm import SavedNorm
 from coat_jax.ops.saved.projection import Mode, Scales, Weights
 from coat_jax.precision import Precision
-from coat_jax.probes import OptionalProbe, of_weight
+from coat_jax.probes import OptionalProbe, Probe, of_weight
 
 
 def probe_of_layers(
@@ -53,22 +54,22 @@ def probe_of_layers(
 
 
 def saved(
-    seen: OptionalProbe,
+    probe: Probe,
     tensor: str,
     x: Float[Array, "*rows D"],
     result: SavedArray,
     size: int | None,
     dtype: DTypeLike | None = None,
-) -> OptionalProbe:
-    """Records a tensor that is saved in blocks; `dtype` is their format, if simulated."""
-    if seen is None or size is None or not isinstance(result, Blocks):
-        return seen
+) -> Probe:
+    """Records a tensor if it is saved in blocks; `dtype` is their format, if simulated."""
+    if size is None or not isinstance(result, Blocks):
+        return probe
     blocks = result
-    return seen.with_sums(tensor, lambda: statistics.of_blocks(x, blocks, size=size, dtype=dtype))
+    return probe.with_sums(tensor, lambda: statistics.of_blocks(x, blocks, size=size, dtype=dtype))
 
 
 def products(
-    seen: OptionalProbe,
+    probe: Probe,
     tensor: str,
     values: Callable[[], Float[Array, "*rows K"]],
     scale: Float[Array, ""] | None,
@@ -77,11 +78,11 @@ def products(
     mode: Mode,
     *,
     first: int = 0,
-) -> OptionalProbe:
+) -> Probe:
     """Records the operands of forward products.
 
     Args:
-        seen: the probe.
+        probe: the probe.
         tensor: the name of the input.
         values: a function that returns the input; called only if something is recorded.
         scale: of the input.
@@ -90,9 +91,9 @@ def products(
         mode: how products are computed.
         first: the place of these weights among those of the op.
     """
-    if seen is None or not mode.int8_forward:
-        seen = _operand(seen, tensor, values, scale, mode.format)
-        return _of_weights(seen, "weight", lambda i: weights[i], scales, mode.format, first=first)
+    if not mode.precision.int8_forward:
+        probe = _operand(probe, tensor, values, scale, mode.format)
+        return _of_weights(probe, "weight", lambda i: weights[i], scales, mode.format, first=first)
 
     def of_input() -> Array:
         return statistics.of_int8(values(), statistics.column_squares(*(w.T for w in weights)))
@@ -100,34 +101,34 @@ def products(
     def of_columns(weight: Array) -> Array:
         return statistics.of_int8(weight.T, statistics.column_squares(values()))
 
-    seen = seen.with_sums(tensor, of_input)
-    for name, weight in zip(seen.weights[first:], weights, strict=False):
-        seen = seen.with_sums(of_weight(name, "weight"), partial(of_columns, weight))
-    return seen
+    probe = probe.with_sums(tensor, of_input)
+    for name, weight in zip(probe.weights[first:], weights, strict=False):
+        probe = probe.with_sums(of_weight(name, "weight"), partial(of_columns, weight))
+    return probe
 
 
 def _operand(
-    seen: OptionalProbe,
+    probe: Probe,
     tensor: str,
     values: Callable[[], Float[Array, "*rows K"]],
     scale: Float[Array, ""] | None,
     dtype: DTypeLike | None,
-) -> OptionalProbe:
+) -> Probe:
     """Records a tensor that is rounded to FP8 with one scale."""
-    if seen is None or scale is None or dtype is None:
-        return seen
-    return seen.with_sums(tensor, lambda: statistics.of_tensor(values(), scale, dtype))
+    if scale is None or dtype is None:
+        return probe
+    return probe.with_sums(tensor, lambda: statistics.of_tensor(values(), scale, dtype))
 
 
 def norm(
-    seen: OptionalProbe,
+    probe: Probe,
     x: Float[Array, "*rows D"],
     result: SavedNorm,
     layer: Norm | None,
     weights: Weights,
     scales: Scales,
     mode: Mode,
-) -> OptionalProbe:
+) -> Probe:
     """Records the saved input of a norm, and the operands of the products that take the norm."""
     precision = mode.precision
 
@@ -136,50 +137,48 @@ def norm(
         n = restore(used, jnp.float32, precision.block)
         return n if layer is None or result.stats is None else normalize(n, result.stats, layer)
 
-    seen = saved(seen, "saved", x, result.x, precision.block, precision.forward)
-    return products(seen, "input", values, result.scale, weights, scales, mode)
+    probe = saved(probe, "saved", x, result.x, precision.block, precision.forward)
+    return products(probe, "input", values, result.scale, weights, scales, mode)
 
 
 def activation(
-    seen: OptionalProbe,
+    probe: Probe,
     hidden: Sequence[Float[Array, "*rows F"]],
     result: SavedActivation,
     act: Activation,
     down: Float[Array, "F D"],
     scale: Float[Array, ""] | None,
     mode: Mode,
-) -> OptionalProbe:
+) -> Probe:
     """Records the saved inputs of an activation, and the operands of the product that takes it."""
-    if seen is None:
-        return None
     precision = mode.precision
-    for name, h, of_h in zip(seen.weights, hidden, result.hidden, strict=False):
+    for name, h, of_h in zip(probe.weights, hidden, result.hidden, strict=False):
         weight = of_weight(name, "saved")
-        seen = saved(seen, weight, h, of_h, precision.block, precision.forward)
+        probe = saved(probe, weight, h, of_h, precision.block, precision.forward)
 
     def values() -> Array:
         inputs = hidden if precision.exact_forward else result.hidden
         return activate([restore(h, jnp.float32, precision.block) for h in inputs], act)
 
     return products(
-        seen, "down/input", values, result.scale, (down,), (scale,), mode, first=len(hidden)
+        probe, "down/input", values, result.scale, (down,), (scale,), mode, first=len(hidden)
     )
 
 
 def attention(
-    seen: OptionalProbe,
+    probe: Probe,
     inputs: Sequence[Float[Array, "B S N H"]],
     output: Float[Array, "B S N H"],
     result: SavedAttention,
     settings: AttentionSettings,
-) -> OptionalProbe:
+) -> Probe:
     """Records what attention saves."""
     size = settings.precision.attention_block
     names = attention_blocks(settings.precision)
     tensors, results = (*inputs, output), (*result.inputs, result.output)
     for name, x, of_x in zip(names, tensors, results, strict=False):
-        seen = saved(seen, name, x, of_x, size, settings.precision.forward)
-    return seen
+        probe = saved(probe, name, x, of_x, size, settings.precision.forward)
+    return probe
 
 
 def attention_blocks(precision: Precision) -> tuple[str, ...]:
@@ -190,30 +189,29 @@ def attention_blocks(precision: Precision) -> tuple[str, ...]:
 
 
 def gradients(
-    seen: OptionalProbe,
+    probe: Probe,
     values: Callable[[], Sequence[Float[Array, "*rows N"]]],
     operands: Sequence[Operand],
     mode: Mode,
     *,
     first: int = 0,
-) -> OptionalProbe:
+) -> Probe:
     """Records the gradients of the weights' outputs, from the `first` of the weights on."""
     scales = tuple(g.scale for g in operands)
     return _of_weights(
-        seen, "gradient", lambda i: values()[i], scales, mode.gradient_format, first=first
+        probe, "gradient", lambda i: values()[i], scales, mode.gradient_format, first=first
     )
 
 
 def _of_weights(
-    seen: OptionalProbe,
+    probe: Probe,
     tensor: str,
     values: Callable[[int], Array],
     scales: Scales,
     dtype: DTypeLike | None,
     *,
     first: int = 0,
-) -> OptionalProbe:
-    names = () if seen is None else seen.weights[first:]
-    for i, (name, scale) in enumerate(zip(names, scales, strict=False)):
-        seen = _operand(seen, of_weight(name, tensor), partial(values, i), scale, dtype)
-    return seen
+) -> Probe:
+    for i, (name, scale) in enumerate(zip(probe.weights[first:], scales, strict=False)):
+        probe = _operand(probe, of_weight(name, tensor), partial(values, i), scale, dtype)
+    return probe

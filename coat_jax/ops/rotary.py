@@ -101,20 +101,16 @@ def rotate(
     require_real("rotate", x)
     if x.ndim < 3:
         raise ValueError(f"rotate takes x [*B, S, N, H], not {x.shape}.")
-    require_rotary(rotary)
+    require_rotary(rotary, positions, x.shape[:-2])
     rotary.frequencies(x.shape[-1])  # refuses odd heads
-    require_positions(positions, x.shape[:-2])
     return _rotate(rotary, x, positions)
 
 
-def require_rotary(rotary: Any) -> None:
-    """Raises unless this is a `Rotary`."""
+def require_rotary(rotary: Any, positions: Array, tokens: tuple[int, ...]) -> None:
+    """Raises unless this is a `Rotary`, and there is one position for each token, [*B, S]."""
     if not isinstance(rotary, Rotary):
         raise TypeError(f"rotary={rotary!r} must be a coat.ops.Rotary, as in Rotary(theta=10000).")
 
-
-def require_positions(positions: Array, tokens: tuple[int, ...]) -> None:
-    """Raises unless there is one position for each of these tokens, [*B, S]."""
     require_array("positions", positions)
     if positions.shape not in (tokens, tokens[-1:]):
         raise ValueError(

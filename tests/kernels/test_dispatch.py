@@ -52,7 +52,7 @@ def test_what_a_gpu_reports_is_understood(monkeypatch, reported, capability, wor
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     assert dispatch.gpu_capability.__wrapped__() == capability
-    assert dispatch.described(capability) == words
+    assert dispatch.describe_capability(capability) == words
 
 
 def test_a_gpu_of_another_maker_and_no_gpu_compute_through_xla(gpu):

@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from coat_jax import ops
-from coat_jax.numerics.explicit_axes import joined
+from coat_jax.numerics.explicit_axes import merge_specs
 
 BATCH, SEQUENCE, WIDTH, HIDDEN, HEAD = 8, 4, 64, 128, 16
 ROWS, COLUMNS = P("data", "model"), P("model", "data")  # of weights into and out of hidden units
@@ -157,7 +157,7 @@ def test_a_product_is_sharded_as_its_caller_says():
 def assert_specs(arrays, specs):
     for array, spec in zip(jax.tree.leaves(arrays), as_tuple(specs), strict=True):
         padded = P(*spec, *(None,) * (array.ndim - len(spec)))
-        assert joined(*jax.typeof(array).sharding.spec) == joined(*padded)
+        assert merge_specs(*jax.typeof(array).sharding.spec) == merge_specs(*padded)
 
 
 def as_tuple(specs):

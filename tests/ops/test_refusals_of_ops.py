@@ -252,7 +252,7 @@ TYPES = [
     ),
     # Norms, angles, windows and adapters of another type.
     (norm_linear(X, ones(13), W), r"pass coat\.ops\.Norm\(scale\)"),
-    (gated_mlp(norm=coat.nn.RMSNorm(13)), r"not RMSNorm: pass its spec\(\)"),
+    (gated_mlp(norm=coat.nn.RMSNorm(13)), r"not RMSNorm: pass its as_op_norm\(\)"),
     (norm_qkv(norm=None), "norm_qkv takes a coat.ops.Norm, not NoneType"),
     (norm_qkv(rotary=10000), "rotary=10000 must be a coat.ops.Rotary"),
     (attention(window=2.5), "window=2.5 must be a whole number"),

@@ -66,10 +66,10 @@ def save_activation(
             precision.forward,
             size,
             stochastic=stochastic,
-            in_int8=mode.int8_forward,
+            in_int8=mode.precision.int8_forward,
         )
         scale = gemm.tensor_scale(jnp.max(maxima, initial=0.0), precision.forward)
-        if mode.int8_forward:
+        if mode.precision.int8_forward:
             of_rows = jnp.max(maxima, axis=-1, initial=0.0)
             rescaled = int8.RowCodes(activation_rescale(codes, maxima, of_rows, size), of_rows)
             return SavedActivation(blocks, scale), rescaled
@@ -91,7 +91,7 @@ def save_activation(
         # The scale must also fit the activation that the backward pass recomputes.
         magnitudes = jnp.maximum(magnitudes, jnp.abs(activate(_values(saved, mode), act)))
     scale = gemm.tensor_scale(gemm.largest_magnitude(magnitudes), mode.format)
-    if mode.int8_forward:
+    if mode.precision.int8_forward:
         return SavedActivation(saved, scale), int8.round_rows(a)
     n = gemm.scaled(a, scale, mode.format, "straight", mode.implementation)
     return SavedActivation(saved, scale), n
@@ -116,8 +116,13 @@ def activation_gradients(
     hidden, scale = saved
     size = _fused_block(act, mode)
     if size is not None and scale is not None:
-        blocks, dtype = _blocks(hidden), mode.precision.backward
-        scales = [gemm.tensor_scale(m, dtype) for m in _magnitudes(saved, da, da_bound, act, mode)]
+        blocks, dtype = [h for h in hidden if isinstance(h, Blocks)], mode.precision.backward
+        if da_bound is None:
+            values = gradient_values(saved, da, act, mode)
+            magnitudes = tuple(gemm.largest_magnitude(d) for d in values)
+        else:
+            magnitudes = gradient_bounds(blocks, da_bound, act)
+        scales = [gemm.tensor_scale(m, dtype) for m in magnitudes]
         stochastic = mode.precision.stochastic_backward
         recomputed, codes = activation_backward(
             blocks, da, act, scale, scales, size, dtype, stochastic=stochastic
@@ -130,19 +135,6 @@ def activation_gradients(
         values = tuple(d.astype(da.dtype) for d in values)
     gradients = [gradient_operand(d, mode) for d in values]
     return recompute_input(a, scale, da.dtype, mode), gradients
-
-
-def _magnitudes(
-    saved: SavedActivation,
-    da: Float[Array, "B S F"],
-    da_bound: Float[Array, "B S"] | None,
-    act: Activation,
-    mode: Mode,
-) -> tuple[Float[Array, ""], ...]:
-    """The magnitudes that set the scales of the gradients of hidden: bounds, or the largest."""
-    if da_bound is not None:
-        return gradient_bounds(_blocks(saved.hidden), da_bound, act)
-    return tuple(gemm.largest_magnitude(d) for d in gradient_values(saved, da, act, mode))
 
 
 def gradient_values(
@@ -159,7 +151,3 @@ def _fused_block(act: Activation, mode: Mode) -> int | None:
 
 def _values(hidden: Sequence[SavedArray], mode: Mode) -> list[Float[Array, "B S F"]]:
     return [restore(h, jnp.float32, mode.precision.block) for h in hidden]
-
-
-def _blocks(hidden: Sequence[SavedArray]) -> list[Blocks]:
-    return [h for h in hidden if isinstance(h, Blocks)]

@@ -51,10 +51,10 @@ def restore(saved: SavedArray, dtype: DTypeLike, size: int | None) -> Float[Arra
     return saved.astype(dtype)
 
 
-def save_input(
+def round_and_save(
     x: Float[Array, "*rows D"], precision: Precision, *, antithetic: bool = False
 ) -> tuple[SavedArray, Array]:
-    """The input of a norm or an activation as it is saved, and as FP32 values to compute with."""
+    """Returns the input of a norm or an activation as saved, and FP32 values to compute with."""
     saved = save_array(
         x,
         precision.forward,
@@ -69,6 +69,6 @@ def save_input(
 def save_hidden(
     hidden: Sequence[Float[Array, "*rows F"]], precision: Precision
 ) -> tuple[tuple[SavedArray, ...], tuple[Array, ...]]:
-    """`save_input` of (gate, up), which are multiplied, or of (up,)."""
-    pairs = [save_input(h, precision, antithetic=i > 0) for i, h in enumerate(hidden)]
+    """`round_and_save` of (gate, up), which are multiplied, or of (up,)."""
+    pairs = [round_and_save(h, precision, antithetic=i > 0) for i, h in enumerate(hidden)]
     return tuple(saved for saved, _ in pairs), tuple(values for _, values in pairs)

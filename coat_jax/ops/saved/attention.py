@@ -100,23 +100,16 @@ def _attention_of(settings: AttentionSettings, segments: Array | None) -> Callab
     mask: Bool[Array, "B 1 S S"] | None = None
     if segments is not None:
         mask = (segments[:, :, None] == segments[:, None, :])[:, None]
-    return partial(_padded_to_even if settings.backend == "cudnn" else _masked, settings, mask)
-
-
-def _masked(
-    settings: AttentionSettings, mask: Bool[Array, "B 1 S T"] | None, q: Array, k: Array, v: Array
-) -> Array:
-    """Attention with a mask in addition to the causal mask or the window of `settings`."""
-    return dot_product_attention(
-        q,
-        k,
-        v,
-        mask=mask,
+    attend = partial(
+        dot_product_attention,
         scale=settings.scale,
         is_causal=settings.causal,
         local_window_size=None if settings.window is None else (settings.window - 1, 0),
         implementation=settings.backend,
     )
+    if settings.backend == "cudnn":
+        return partial(_attend_padded, attend, mask, settings.causal)
+    return partial(attend, mask=mask)
 
 
 def dot_product_attention(
@@ -132,22 +125,23 @@ def dot_product_attention(
     return jax.nn.dot_product_attention(*wide, **settings).astype(q.dtype)
 
 
-def _padded_to_even(
-    settings: AttentionSettings,
+def _attend_padded(
+    attend: Callable[..., Array],
     mask: Bool[Array, "B 1 S T"] | None,
+    causal: bool,
     q: Float[Array, "B S N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
 ) -> Float[Array, "B S N H"]:
-    """cuDNN's attention, padded to even lengths, since it has no gradients for odd ones.
+    """Pads cuDNN's attention to even lengths, since it has no gradients for odd ones.
 
     The causal mask or `mask` hides the added key from all queries but the added one.
     """
     (batch, s), t = q.shape[:2], k.shape[1]
     queries, keys = s % 2, t % 2  # how many are added
     if not queries and not keys:
-        return _masked(settings, mask, q, k, v)
-    if mask is None and keys and not (settings.causal and s <= t):
+        return attend(q, k, v, mask=mask)
+    if mask is None and keys and not (causal and s <= t):
         mask = jnp.ones((batch, 1, s, t), bool)
     if mask is not None:
         mask = jnp.pad(mask, [(0, 0), (0, 0), (0, queries), (0, keys)])
@@ -155,7 +149,7 @@ def _padded_to_even(
             mask = mask.at[:, :, s, min(s, t + keys - 1)].set(True)
     q = jnp.pad(q, [(0, 0), (0, queries), (0, 0), (0, 0)])
     k, v = (jnp.pad(x, [(0, 0), (0, keys), (0, 0), (0, 0)]) for x in (k, v))
-    return _masked(settings, mask, q, k, v)[:, :s]
+    return attend(q, k, v, mask=mask)[:, :s]
 
 
 def _pullback_indices(

@@ -27,7 +27,7 @@ from coat_jax.kernels.norm import (
 from coat_jax.kernels.norm_launch import norm_backward, norm_cast, norm_forward
 from coat_jax.numerics.blocks import Blocks
 from coat_jax.numerics.formats import format_of
-from coat_jax.ops.saved.array import SavedArray, restore, save_input
+from coat_jax.ops.saved.array import SavedArray, restore, round_and_save
 from coat_jax.ops.saved.projection import Input, Mode, fp8_scale, recompute_input
 from coat_jax.precision import Precision
 
@@ -57,19 +57,19 @@ def save_norm(x: Float[Array, "B S D"], norm: Norm | None, mode: Mode) -> tuple[
                 mode.fused_block,
                 exact=precision.exact_forward,
                 stochastic=precision.saves_stochastically,
-                in_int8=mode.int8_forward,
+                in_int8=mode.precision.int8_forward,
             )
             saved_norm = SavedNorm(blocks, stats, scale)
             if largest is None:
                 return saved_norm, Operand(codes, None, scale)
             return saved_norm, int8.RowCodes(codes, largest)
-    saved, n = save_input(x, precision)
+    saved, n = round_and_save(x, precision)
     if norm is not None:
         stats = statistics(n, norm)
         n = normalize(n, stats, norm)
     if mode.format is None:
         return SavedNorm(saved, stats, None), Operand(n.astype(x.dtype), None, None)
-    if mode.int8_forward:
+    if mode.precision.int8_forward:
         rows = int8.round_rows(n)
         return SavedNorm(saved, stats, fp8_scale(rows, mode) if scale is None else scale), rows
     if scale is None:
@@ -92,7 +92,10 @@ def recompute_norm(saved: SavedNorm, norm: Norm | None, mode: Mode, dtype: DType
     ):
         codes = norm_cast(x, stats, norm, scale, size, stream=mode.stream("inputs"))
         return Operand(None, codes, scale)
-    return recompute_input(_values(saved, norm, mode), scale, dtype, mode)
+    values = restore(x, jnp.float32, mode.precision.block)
+    if norm is not None and stats is not None:
+        values = normalize(values, stats, norm)
+    return recompute_input(values, scale, dtype, mode)
 
 
 def norm_gradient(
@@ -130,11 +133,3 @@ def _rounding(precision: Precision) -> float:
         return 0.0
     to_nearest = 2.0 ** -(format_of(precision.forward).mantissa_bits + 1)
     return float(2 * to_nearest if precision.saves_stochastically else to_nearest)
-
-
-def _values(saved: SavedNorm, norm: Norm | None, mode: Mode) -> Float[Array, "B S D"]:
-    """norm(x), in FP32."""
-    values = restore(saved.x, jnp.float32, mode.precision.block)
-    if norm is None or saved.stats is None:
-        return values
-    return normalize(values, saved.stats, norm)

@@ -23,7 +23,7 @@ from coat_jax.kernels import dispatch, gemm, int8
 from coat_jax.kernels.cast import Layout
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.gemm import Operand
-from coat_jax.numerics.formats import E5M2
+from coat_jax.numerics.formats import E5M2, format_of
 from coat_jax.numerics.noise import NoiseStream
 from coat_jax.precision import Precision, precision_of
 
@@ -51,23 +51,9 @@ class Mode(NamedTuple):
         """The FP8 format of gradients; None if they are not rounded."""
         return self.precision.backward if self.precision.fp8_linear else None
 
-    @property
-    def int8_forward(self) -> bool:
-        """Whether forward products are of INT8 codes."""
-        return self.precision.int8_forward
-
     def stream(self, operands: NoiseStream) -> NoiseStream | None:
         """The random bits for operands of the backward pass; None if it rounds to nearest."""
         return operands if self.precision.stochastic_backward else None
-
-    @property
-    def bounds_gradients(self) -> bool:
-        """Whether bounds set the scales of the gradients of an activation's inputs.
-
-        This saves a pass over them. The bound is up to 2^8 times too large. The normal codes of
-        E5M2 span 2^30, which leaves enough; those of E4M3 span 2^15, which does not.
-        """
-        return self.fused_block is not None and self.precision.backward == E5M2
 
     @property
     def fused_block(self) -> int | None:
@@ -79,22 +65,21 @@ class Mode(NamedTuple):
 def mode_of(precision: Precision | str, implementation: Implementation | None) -> Mode:
     """Chooses precision and implementation; raises if the implementation cannot run."""
     precision = precision_of(precision)
-    if precision.simulated:
-        if implementation == "triton":
-            raise UserError(
-                'implementation="triton" computes in E4M3 and E5M2, but this precision has '
-                f"{precision.format_names}. Leave implementation out: XLA simulates any format."
-            )
-        dispatch.choose(implementation)
-        return Mode(precision, "xla")
-    if precision.fp8_linear:
+    if precision.fp8_linear and not precision.simulated:
         return Mode(precision, dispatch.choose_fp8(implementation))
+    if implementation == "triton" and precision.simulated:
+        names = (format_of(f).name for f in (precision.forward, precision.backward))
+        raise UserError(
+            'implementation="triton" computes in E4M3 and E5M2, but this precision has '
+            "forward={}, backward={}. ".format(*names)
+            + "Leave implementation out: XLA simulates any format."
+        )
     if implementation == "triton":
         raise ValueError(
             'implementation="triton" has kernels for products in FP8, but this precision has '
             f"fp8_linear={precision.fp8_linear}. Leave implementation out."
         )
-    dispatch.choose(implementation)
+    dispatch.choose(implementation)  # refuses other names
     return Mode(precision, "xla")
 
 
@@ -107,15 +92,15 @@ def as_operand(
     return gemm.operand(x, mode.format, layout, mode.implementation)
 
 
-def as_input(x: Float[Array, "*rows K"], dtype: DTypeLike, mode: Mode) -> Input:
-    """An input of forward products, in FP8, in INT8, or in `dtype`."""
-    if mode.int8_forward:
+def quantize_input(x: Float[Array, "*rows K"], dtype: DTypeLike, mode: Mode) -> Input:
+    """Returns an input of forward products: in FP8, in INT8, or in `dtype`."""
+    if mode.precision.int8_forward:
         return int8.round_rows(x, mode.implementation)
     return as_operand(x, dtype, mode)
 
 
-def saved_input(x: Float[Array, "*rows K"], n: Input, mode: Mode) -> Operand:
-    """What is saved of an input by itself: `n`; if that is INT8, the input in FP8 instead."""
+def residual_of(x: Float[Array, "*rows K"], n: Input, mode: Mode) -> Operand:
+    """Returns the residual of an input: `n`, or the input's FP8 rounding if `n` is INT8."""
     if isinstance(n, Operand):
         return n
     scale = fp8_scale(n, mode)
@@ -205,8 +190,14 @@ def input_gradient(
 def bounded_input_gradient(
     weight: Float[Array, "K N"], scale: Array | None, dy: Float[Array, "*rows N"], mode: Mode
 ) -> tuple[Operand, Float[Array, "*rows K"], Float[Array, "*rows"] | None]:
-    """dy as an operand, dy w^T, and bounds of the rows of dy w^T if `mode.bounds_gradients`."""
-    if scale is None or mode.format is None or not mode.bounds_gradients:
+    """Returns dy as an operand, dy w^T, and bounds of its rows for the fused kernels; else None.
+
+    Bounds set the scales of the gradients of an activation's inputs, which saves a pass over these.
+    A bound is up to 2^8 times too large. The normal codes of E5M2 span 2^30, which leaves enough;
+    those of E4M3 span 2^15, which does not.
+    """
+    bounds = mode.fused_block is not None and mode.precision.backward == E5M2
+    if scale is None or mode.format is None or not bounds:
         g = gradient_operand(dy, mode)
         return g, input_gradient((weight,), (scale,), (g,), dy.dtype, mode), None
     dtype, how = mode.precision.backward, mode.implementation

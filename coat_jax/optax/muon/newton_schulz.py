@@ -27,7 +27,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
 from coat_jax.kernels.sharding import run_sharded
-from coat_jax.numerics.explicit_axes import joined, shard_inside, spec
+from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs, shard_inside
 from coat_jax.numerics.formats import SMALLEST_NORMAL
 from coat_jax.numerics.mesh_axes import automatic_mesh
 from coat_jax.validation import brief
@@ -73,7 +73,7 @@ def orthogonalize(
     eps = jnp.maximum(jnp.asarray(eps, jnp.float32), SMALLEST_NORMAL)  # the divisor of zeros
 
     def result() -> list[PartitionSpec]:
-        return [joined(*spec(stack)) for stack in stacks]
+        return [merge_specs(*explicit_spec(stack)) for stack in stacks]
 
     results: list[Array] = shard_inside(op, result, list(stacks), eps)
     return results
