@@ -21,7 +21,8 @@ from coat_jax.training.config import TrainConfig
 from coat_jax.training.resume_rules import to_json
 from coat_jax.training.setup import prepare
 
-BF16 = {"param_dtype": jnp.bfloat16, "layers": 1, "ffn": 256}
+BF16 = {"param_dtype": jnp.bfloat16, "layers": 1, "ffn": 256, "scan": False}
+IN_FP32 = BF16 | {"param_dtype": jnp.float32}
 in_one_program = jax.jit(corrected_params)
 SLOW = {"learning_rate": 1e-5, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0}
 
@@ -48,8 +49,7 @@ def test_parameters_move_as_those_in_fp32_do(name):
     """By updates that BF16 alone would lose. Gradients in BF16 make the small difference."""
     batches = random_batches(1) * 4
     run = stepper(corrected(name))
-    in_fp32 = BF16 | {"param_dtype": jnp.float32}
-    wide = stepper(small(model=in_fp32, optimizer=SLOW | {"name": name}))
+    wide = stepper(small(model=IN_FP32, optimizer=SLOW | {"name": name}))
     first = run.state()
     begin = flat(first.params)
     same = jax.tree.map(lambda p: jax.device_put(np.float32(p), p.sharding), first.params)
@@ -135,9 +135,9 @@ def test_models_and_exports_have_bf16_values_or_all_24_bits(saved_run, tmp_path,
 @pytest.mark.parametrize(
     "config",
     [
-        corrected(model=BF16 | {"scan": False}, release_gradients=True),
-        small(model={"layers": 1, "ffn": 256}, optimizer=SLOW | {"name": "adamw"}),
-        small(model={"layers": 1, "ffn": 256}, optimizer=SLOW),
+        corrected(release_gradients=True),
+        small(model=IN_FP32, optimizer=SLOW | {"name": "adamw"}),
+        small(model=IN_FP32, optimizer=SLOW),
     ],
     ids=["released gradients", "adamw", "fp8_adamw"],
 )
