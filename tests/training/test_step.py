@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from steps import assert_equal
 from train_cases import ONE, good_and_bad, norm_of, random_batches, small, stepper
 
 import coat_jax as coat
@@ -30,15 +31,6 @@ EXACT = dataclasses.replace(
         "loss_again": lambda step: step.loss,
     },
 )
-
-
-def numbers(state):
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
-
-
-def assert_equal(got, wanted):
-    for a, b in zip(numbers(got), numbers(wanted), strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 def test_the_same_seed_gives_the_same_numbers():
@@ -94,7 +86,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(config):
     assert run.program.memory_analysis().alias_size_in_bytes >= size
     good, bad = good_and_bad()
     before, _ = run.run([good])
-    kept = numbers((before.params, before.moments))
+    kept = jax.tree.map(np.array, (before.params, before.moments))
     after, (report,) = run.run([bad], before)
     assert np.isnan(report.loss)
     assert report.skipped == 1
