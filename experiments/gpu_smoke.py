@@ -113,6 +113,7 @@ def _train_once(options: Figures, small: bool, compile_only: bool) -> tuple[floa
             context=sequence,
             precision="coat",
             param_dtype=jnp.bfloat16,
+            scan=not small,
         ),
         optimizer=OptimizerConfig(schedule="constant", warmup_steps=0, clip_norm=None, b1=0.0),
         mesh=MeshConfig(data=1, fsdp=1, tensor=1),

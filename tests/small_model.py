@@ -41,3 +41,12 @@ def filled(config, seed=0, mesh=None):
         return jax.device_put(values.astype(leaf.dtype), None if mesh is None else leaf.sharding)
 
     return nnx.merge(graph, jax.tree.map(draw, state))
+
+
+def assert_same_model(got, wanted):
+    """Bit for bit."""
+    got, wanted = (dict(nnx.to_flat_state(nnx.state(model))) for model in (got, wanted))
+    assert got.keys() == wanted.keys()
+    for path, leaf in wanted.items():
+        ours, theirs = np.asarray(got[path][...]), np.asarray(leaf[...])
+        assert (ours.dtype, ours.tobytes()) == (theirs.dtype, theirs.tobytes()), path

@@ -133,6 +133,7 @@ def objections(imports, module):
     return found
 
 
+@functools.cache
 def edges_of(module):
     path = MODULES[module]
     return imports_of(path.read_text("utf-8"), module, path.name == "__init__.py", MODULES)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from coat_jax.errors import UserError
 from experiments.after_training import changes, quantizing, recipes
@@ -46,6 +45,8 @@ def rows(call_of) -> list[Row]:
 
 
 def test_a_cost_is_that_of_the_same_parameters_in_bf16(rows):
+    from scipy import stats  # here, because it takes each worker a second
+
     found = changes.costs(rows)
     assert found["coat"][What("fp8 mse none")] == pytest.approx((0.001, 0), abs=1e-9)
     for arm, costs in COSTS.items():
@@ -55,6 +56,8 @@ def test_a_cost_is_that_of_the_same_parameters_in_bf16(rows):
 
 
 def test_an_excess_is_paired_with_the_baseline_of_its_seed(rows):
+    from scipy import stats  # here, because it takes each worker a second
+
     pairs = np.subtract(COSTS["coat"], COSTS["bf16"])
     effect = changes.excesses(rows, STATIC)["coat"]
     assert effect.mean == pytest.approx(-0.006)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run(*arguments):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    env["XLA_FLAGS"] = quick.FLAGS
+    env |= {"XLA_FLAGS": quick.FLAGS, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [sys.executable, "-m", *arguments]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
 

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from experiments.study.statistics import (
     Effect,
@@ -127,6 +126,8 @@ def test_runs_are_compared_with_those_of_the_same_network():
 
 
 def test_a_cost_is_the_mean_with_student_s_interval():
+    from scipy import stats  # here, because it takes each worker a second
+
     gaps = [0.010, 0.012, 0.017]
     mean, half = cost_of(gaps)
     found = stats.ttest_1samp(gaps, 0).confidence_interval(0.95)

@@ -9,7 +9,7 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from model_cases import variant
-from small_model import filled
+from small_model import assert_same_model, filled
 
 from coat_jax.models import lazy_arrays
 from coat_jax.models.lazy_arrays import LazyArray
@@ -19,13 +19,6 @@ SIZES = st.lists(st.integers(1, 7), min_size=1, max_size=3)
 
 def array(values):
     return LazyArray(values.shape, values.dtype, values.shape, lambda index: values[index])
-
-
-def assert_same(got, wanted):
-    got, wanted = (dict(nnx.to_flat_state(nnx.state(model))) for model in (got, wanted))
-    assert got.keys() == wanted.keys()
-    for path, leaf in wanted.items():
-        np.testing.assert_array_equal(got[path][...], leaf[...], err_msg=str(path))
 
 
 @given(SIZES, st.data())
@@ -55,7 +48,7 @@ def test_layers_may_be_stacked_here_and_not_there(scan):
     parameters = lazy_arrays.parameters_of(filled(there))
     model = lazy_arrays.load(here, parameters)
     assert isinstance(model.layers, nnx.List) == scan
-    assert_same(lazy_arrays.load(there, lazy_arrays.parameters_of(model)), filled(there))
+    assert_same_model(lazy_arrays.load(there, lazy_arrays.parameters_of(model)), filled(there))
     for name, one in lazy_arrays.arrange(parameters, scan=not scan).items():
         whole = dict(nnx.to_flat_state(nnx.state(model)))[name][...]
         small = one._replace(piece=tuple(math.ceil(n / 2) for n in one.shape))

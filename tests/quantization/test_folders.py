@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from flax import nnx
 from quantization_cases import quantized
-from small_model import SMALL, change, filled
+from small_model import SMALL, assert_same_model, change, filled
 
 from coat_jax import generation, nn
 from coat_jax import quantization as q
@@ -30,15 +29,6 @@ CONFIG = dataclasses.replace(
 @functools.cache
 def small(config=CONFIG, **recipe):
     return quantized(filled(config), **recipe)
-
-
-def assert_same(one, other):
-    one, other = (dict(nnx.to_flat_state(nnx.state(m))) for m in (one, other))
-    assert one.keys() == other.keys()
-    for path, leaf in one.items():
-        assert leaf[...].dtype == other[path][...].dtype, path
-        same = np.asarray(leaf[...]).tobytes() == np.asarray(other[path][...]).tobytes()
-        assert same, path
 
 
 @functools.cache
@@ -63,7 +53,7 @@ def test_models_come_back_bit_for_bit(format, activations, tmp_path):
     again = q.load(tmp_path)
     assert again.config == model.config == q.read_config(tmp_path)
     assert q.schemes_of(again) == q.schemes_of(model)
-    assert_same(again, model)
+    assert_same_model(again, model)
 
 
 def test_the_files_have_the_layout_of_compressed_tensors(tmp_path):
@@ -96,7 +86,7 @@ def test_formats_of_the_files(tmp_path):
     formats = [layout.storage_of(q.Scheme(*kind)) for kind in kinds]
     assert formats == ["pack-quantized", "int-quantized", "float-quantized"]
     q.save(tmp_path, mixed())
-    assert_same(q.load(tmp_path), mixed())
+    assert_same_model(q.load(tmp_path), mixed())
     said = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert said["format"] == "mixed-precision"
     groups = said["config_groups"].values()

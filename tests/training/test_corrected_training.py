@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from steps import assert_equal
 from train_cases import random_batches, small, stepper
 
 from coat_jax import quantization, telemetry
@@ -21,7 +22,8 @@ from coat_jax.training.config import TrainConfig
 from coat_jax.training.resume_rules import to_json
 from coat_jax.training.setup import prepare
 
-BF16 = {"param_dtype": jnp.bfloat16, "layers": 1, "ffn": 256}
+BF16 = {"param_dtype": jnp.bfloat16, "layers": 1, "ffn": 256, "scan": False}
+IN_FP32 = BF16 | {"param_dtype": jnp.float32}
 in_one_program = jax.jit(corrected_params)
 SLOW = {"learning_rate": 1e-5, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0}
 
@@ -36,20 +38,13 @@ def flat(tree):
     )
 
 
-def assert_same(got, wanted):
-    for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(a, b)
-
-
 @pytest.mark.costly
 @pytest.mark.parametrize("name", ["adamw", "fp8_adamw"])
 def test_parameters_move_as_those_in_fp32_do(name):
     """By updates that BF16 alone would lose. Gradients in BF16 make the small difference."""
     batches = random_batches(1) * 4
     run = stepper(corrected(name))
-    in_fp32 = BF16 | {"param_dtype": jnp.float32}
-    wide = stepper(small(model=in_fp32, optimizer=SLOW | {"name": name}))
+    wide = stepper(small(model=IN_FP32, optimizer=SLOW | {"name": name}))
     first = run.state()
     begin = flat(first.params)
     same = jax.tree.map(lambda p: jax.device_put(np.float32(p), p.sharding), first.params)
@@ -87,6 +82,11 @@ def test_a_7b_takes_at_most_7_1_bytes_a_parameter_with_its_gradients():
     assert 7.0 < per_parameter < 7.1
 
 
+def assert_same(got, wanted):
+    """The leaves alone: the variables of a loaded model have other metadata."""
+    assert_equal(*map(jax.tree.leaves, (got, wanted)))
+
+
 def save_run(folder, config):
     """A run with one checkpoint, whose corrections are random; returns the state in it."""
     rng = np.random.default_rng(0)
@@ -113,7 +113,7 @@ def saved_run(tmp_path_factory):
 def test_a_checkpoint_restores_corrections_and_refuses_a_state_without(saved_run):
     folder, state = saved_run
     with Checkpoints(folder / "checkpoints") as checkpoints:
-        assert_same(checkpoints.restore(stepper(corrected()).abstract).state, state)
+        assert_equal(checkpoints.restore(stepper(corrected()).abstract).state, state)
         with pytest.raises(UserError, match="corrections"):
             checkpoints.require_like(stepper(small(model=BF16, optimizer=SLOW)).abstract)
 
@@ -135,9 +135,9 @@ def test_models_and_exports_have_bf16_values_or_all_24_bits(saved_run, tmp_path,
 @pytest.mark.parametrize(
     "config",
     [
-        corrected(model=BF16 | {"scan": False}, release_gradients=True),
-        small(model={"layers": 1, "ffn": 256}, optimizer=SLOW | {"name": "adamw"}),
-        small(model={"layers": 1, "ffn": 256}, optimizer=SLOW),
+        corrected(release_gradients=True),
+        small(model=IN_FP32, optimizer=SLOW | {"name": "adamw"}),
+        small(model=IN_FP32, optimizer=SLOW),
     ],
     ids=["released gradients", "adamw", "fp8_adamw"],
 )

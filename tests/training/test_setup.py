@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from small_model import SMALL, filled
+from steps import assert_equal
 from train_cases import mesh_of, small
 
 from coat_jax import models
@@ -75,8 +76,7 @@ def test_a_run_begins_from_a_folder_or_where_another_run_ended(folder, tmp_path)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.moments))
     save_run(tmp_path / "run", models.hf.load(folder))
     _, again = made(dataclasses.replace(CONFIG, init_from=str(tmp_path / "run")), (1, 1, 1))
-    for a, b in zip(*map(jax.tree.leaves, (state, again)), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_equal(again, state)
 
 
 def test_layers_one_by_one_may_be_stacked_in_the_next_run(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from model_cases import AXES, automatic_mesh, variant
 from safetensors.numpy import load_file, save_file
-from small_model import filled
+from small_model import assert_same_model, filled
 
 from coat_jax import models, ops
 from coat_jax.errors import UserError
@@ -31,14 +31,6 @@ FAMILY = {
     "OlmoForCausalLM": variant(**PLAIN, norm="layer"),
     "Olmo2ForCausalLM": variant(**{**PLAIN, "qk_norm": "all"}, norms="after"),
 }
-
-
-def assert_same(got, wanted):
-    got, wanted = (dict(nnx.to_flat_state(nnx.state(model))) for model in (got, wanted))
-    assert set(got) == set(wanted)
-    for path, leaf in wanted.items():
-        assert got[path][...].dtype == leaf[...].dtype
-        np.testing.assert_array_equal(got[path][...], leaf[...], err_msg=str(path))
 
 
 def files_of(folder):
@@ -61,7 +53,7 @@ def test_a_saved_model_comes_back_bit_for_bit(tmp_path, family):
     assert data["architectures"] == [family]
     read = hf.read_config(tmp_path)
     assert dataclasses.replace(read, scan=scan) == config
-    assert_same(hf.load(tmp_path, config), model)
+    assert_same_model(hf.load(tmp_path, config), model)
 
 
 def test_files_may_be_many_and_layers_lists_or_stacks(tmp_path):
@@ -83,7 +75,7 @@ def test_files_may_be_many_and_layers_lists_or_stacks(tmp_path):
         assert set(got) == set(wanted) == set(index["weight_map"])
         for name, tensor in wanted.items():
             np.testing.assert_array_equal(got[name], tensor)
-    assert_same(hf.load(tmp_path / "list", LLAMA), model)
+    assert_same_model(hf.load(tmp_path / "list", LLAMA), model)
 
 
 def test_weights_are_stored_as_asked_and_cast_as_asked(tmp_path):
@@ -96,7 +88,7 @@ def test_weights_are_stored_as_asked_and_cast_as_asked(tmp_path):
         lambda x: jax.device_put(np.asarray(x).astype(jnp.bfloat16).astype(x.dtype)),
         nnx.state(model),
     )
-    assert_same(hf.load(tmp_path, LLAMA), nnx.merge(nnx.graphdef(model), rounded))
+    assert_same_model(hf.load(tmp_path, LLAMA), nnx.merge(nnx.graphdef(model), rounded))
 
 
 def test_on_a_mesh_each_device_reads_its_own_part(tmp_path, monkeypatch):
@@ -112,7 +104,7 @@ def test_on_a_mesh_each_device_reads_its_own_part(tmp_path, monkeypatch):
     monkeypatch.setattr(Tensors, "read", recorded)
     mesh = automatic_mesh(2, 2, 2)
     sharded = hf.load(tmp_path, dataclasses.replace(LLAMA, **AXES), mesh=mesh)
-    assert_same(sharded, model)
+    assert_same_model(sharded, model)
     for parameter in (sharded.embed, sharded.head, sharded.layers.mlp.gate):
         assert parameter[...].addressable_shards[0].data.size == parameter[...].size // 4
     assert {share for name, share in parts if "norm" not in name} == {0.25}

@@ -45,7 +45,8 @@ def account(config, sizes=(1, 1, 1), limit=None, program=None):
 
 
 def test_a_devices_share_is_counted():
-    config = small(model={"layers": 1, "dtype": jnp.float32}, optimizer={"name": "adamw"})
+    model = {"layers": 1, "dtype": jnp.float32, "scan": False}
+    config = small(model=model, optimizer={"name": "adamw"})
     alone = account(config)
     count = models.parameters_count(config.model)
     assert alone.parameters == alone.gradients == 4 * count

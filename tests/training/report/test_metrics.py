@@ -10,7 +10,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from tensorboardX.proto.event_pb2 import Event
 
 from coat_jax import multihost
 from coat_jax.errors import UserError
@@ -119,12 +118,14 @@ def test_only_the_main_process_writes(tmp_path, monkeypatch):
 
 def events(folder):
     """The scalars in the event files, in order, as (step, name, value)."""
+    from tensorboardX.proto import event_pb2  # which imports torch, where there is one
+
     found = []
     for path in sorted((folder / "tensorboard").iterdir()):
         data = path.read_bytes()
         while data:
             size = int.from_bytes(data[:8], "little")
-            event = Event.FromString(data[12 : 12 + size])
+            event = event_pb2.Event.FromString(data[12 : 12 + size])
             found += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
             found += [(event.step, "purge", None)] * (event.session_log.status == 1)
             data = data[16 + size :]
