@@ -191,7 +191,8 @@ def test_no_codes_whatever_make_a_direction_exceed_the_bound(storage, nesterov):
             size = np.exp2(rng.uniform(-140, 127, shape)) * rng.choice([-1, 0, 1], shape)
             direction, after = update(jnp.asarray(size, jnp.float32), state)
             bound = float(largest_direction(jnp.int32(count + 1), b1, b2, nesterov=nesterov))
-            assert np.max(np.abs(direction)) <= bound
+            # The program computes the bound by itself, to the last bit or the one before.
+            assert np.max(np.abs(direction)) <= bound * (1 + 2**-22)
             for leaf in jax.tree.leaves((direction, after)):
                 assert np.all(np.isfinite(np.asarray(leaf, np.float32)))
 
