@@ -53,6 +53,11 @@ class LazyArray(NamedTuple):
 Parameters = Mapping[Name, LazyArray]
 
 
+def dotted_name(path: Name) -> str:
+    """Returns the path of a parameter as errors and `TrainConfig.frozen` name it."""
+    return ".".join(map(str, path))
+
+
 def load(
     config: Any,
     parameters: Parameters,
@@ -103,7 +108,7 @@ def parameters_of(model: Any) -> dict[Name, LazyArray]:
 def _on_devices(path: Name, value: jax.Array, config: ModelConfig) -> LazyArray:
     if not value.is_fully_addressable:
         raise UserError(
-            f"{'.'.join(map(str, path))} is spread over several hosts. Save a checkpoint with "
+            f"{dotted_name(path)} is spread over several hosts. Save a checkpoint with "
             "orbax, and convert that on one host."
         )
     piece = piece_of(value.shape, value.dtype.itemsize, stacked=config.is_stacked(path))
@@ -180,7 +185,7 @@ def require_same(
         ("has in another shape", other),
     ):
         if paths:
-            names = ", ".join(sorted(".".join(map(str, path)) for path in paths)[:5])
+            names = ", ".join(sorted(map(dotted_name, paths))[:5])
             raise UserError(f"This model does not match its config: it {kind} {names}.")
 
 

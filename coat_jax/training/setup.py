@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from coat_jax import models
 from coat_jax.errors import UserError
+from coat_jax.models.lazy_arrays import dotted_name
 from coat_jax.optax import FusedOptimizer, state_shardings
 from coat_jax.training.checkpoint import weights
 from coat_jax.training.cluster.batches import abstract_batch
@@ -28,7 +29,7 @@ from coat_jax.training.config import TrainConfig
 from coat_jax.training.families import family_of
 from coat_jax.training.optimizer import make_optimizer, require_no_extra_args
 from coat_jax.training.report import accounting
-from coat_jax.training.step import State, dotted_name, releasing_step, split_trained, train_step
+from coat_jax.training.step import State, releasing_step, split_trained, train_step
 
 if TYPE_CHECKING:
     from rich.console import Console

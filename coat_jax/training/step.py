@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int32, Num
 
 from coat_jax.errors import UserError
 from coat_jax.models import Loss
+from coat_jax.models.lazy_arrays import dotted_name
 from coat_jax.models.llama import shard_params
 from coat_jax.optax import FusedOptimizer, global_norm, step_by_stages
 from coat_jax.optax.clipping import clip_scale
@@ -60,11 +61,6 @@ def split_trained(config: TrainConfig, params: Any) -> tuple[Any, Any]:
 
     trained, rest = nnx.split_state(params, is_trained, ...)
     return trained, rest
-
-
-def dotted_name(path: tuple[Any, ...]) -> str:
-    """Returns the path of a parameter as `TrainConfig.frozen` names it."""
-    return ".".join(map(str, path))
 
 
 class FinishedStep(NamedTuple):

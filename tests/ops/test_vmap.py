@@ -28,11 +28,6 @@ def adapted(x, a, b):
     return ops.adapted_linear(x, ops.freeze(W), (a[:, :4], b[:, :4].T @ V))
 
 
-def attended(x, w, v):
-    q, k = ((x @ some).reshape(2, 4, 2, D) for some in (w, v))
-    return ops.attention_linear(q, k, k, w, precision="coat_lean")
-
-
 # Some have several outputs, of which some depend on one of the weights only.
 FUNCTIONS = {
     "linear": lambda x, w, v: ops.linear(x, (w, v)),

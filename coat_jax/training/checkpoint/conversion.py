@@ -20,7 +20,7 @@ from coat_jax import quantization
 from coat_jax.errors import UserError
 from coat_jax.files import expand_user
 from coat_jax.models import hf, lazy_arrays
-from coat_jax.models.lazy_arrays import Index, LazyArray, Name, Parameters
+from coat_jax.models.lazy_arrays import Index, LazyArray, Name, Parameters, dotted_name
 from coat_jax.nn import MeshAxes
 from coat_jax.quantization import Recipe
 from coat_jax.quantization.balancing import balance_parameters, find_factors, require_balanceable
@@ -79,7 +79,9 @@ def convert(
     if dtype is not None and (recipe is None or jnp.dtype(dtype) == jnp.float32):
         config = dataclasses.replace(config, param_dtype=jnp.dtype(dtype))
     parameters = {
-        name: _finite(_dotted(name), lazy_arrays.cast(one, config.param_dtype, _dotted(name)))
+        name: _finite(
+            dotted_name(name), lazy_arrays.cast(one, config.param_dtype, dotted_name(name))
+        )
         for name, one in weights.parameters_of(source, config, step=step, note=note).items()
     }
     if recipe is not None or balance_on:
@@ -132,10 +134,6 @@ def _finite(name: str, one: LazyArray) -> LazyArray:
         return part
 
     return one._replace(read=read)
-
-
-def _dotted(name: Name) -> str:
-    return ".".join(map(str, name))
 
 
 def _batches(tokens: Sequence[int], context: int) -> Iterator[np.ndarray]:
