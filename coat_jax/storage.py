@@ -6,9 +6,9 @@ The rule depends only on a leaf's own shape, so that it is the same on every mes
     FP32      all others (norms, biases, narrow tables), where 8 bits would save next to nothing
 
 Both are stored in the same three arrays, so that the structure of the tree does not depend on the
-rule. An FP32 leaf has its values in `codes`. Its `amax` and `k16` are unused placeholders of a few
-bytes, with the parameter's rank and divisible axes, so that its sharding fits them. (They are not
-empty, because orbax refuses to save empty arrays.)
+rule. An FP32 leaf has its values in `codes`. Its `amax` and `exponent_x16` are unused placeholders
+of a few bytes, with the parameter's rank and divisible axes, so that its sharding fits them. (They
+are not empty, because orbax refuses to save empty arrays.)
 
 Adam's two moments are stored together, as the two factors of its update:
 
@@ -109,7 +109,7 @@ class Storage:
         return math.prod(shape) >= self.min_size and (shape or (1,))[-1] >= MIN_COLUMNS
 
     def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of `amax` and `k16` of a leaf."""
+        """Returns the shape of `amax` and `exponent_x16` of a leaf."""
         scales = scales_shape(shape, self.group_size)
         if self.quantizes(shape):
             return scales

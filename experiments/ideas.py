@@ -79,8 +79,8 @@ def measure_group(m: Numbers, v: Numbers) -> Figures:
         "m": m.tolist(),
         "v": v.tolist(),
         "binades": math.log2(v.max() / v.min()),
-        "k": float(coat.expansion.encode(jnp.asarray(v)).k16[0]) / 16,
-        "codes a binade of a logarithm": float(stored[1].k16[0]),
+        "k": float(coat.expansion.encode(jnp.asarray(v)).exponent_x16[0]) / 16,
+        "codes a binade of a logarithm": float(stored[1].exponent_x16[0]),
         "errors of m / sqrt(v)": errors,
     }
 

@@ -57,7 +57,7 @@ INSIDE = {
         ("corrections",),
         ("adam_state",),
         ("adam", "compression", "fused"),
-        ("in_parts", "in_place", "muon"),
+        ("partitioned", "in_place", "muon"),
     ],
     "coat_jax.training": [
         ("data", "compilation_cache"),

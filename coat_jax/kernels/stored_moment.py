@@ -69,7 +69,9 @@ def rewrite_reference(
 
     takes_codes = join_groups(jnp.broadcast_to(changed[..., None], groups.shape), new.shape)
     codes = jnp.where(takes_codes, fresh.codes, stored.codes)
-    return Expanded(codes, select(stored.amax, fresh.amax), select(stored.k16, fresh.k16))
+    return Expanded(
+        codes, select(stored.amax, fresh.amax), select(stored.exponent_x16, fresh.exponent_x16)
+    )
 
 
 def rewrite(
@@ -138,13 +140,13 @@ def _or_reference(kernel: Callable, reference: Callable) -> Callable:
 
 # Under jit a launch is traced once for all leaves of the same shape. XLA inlines it.
 @functools.partial(jax.jit, static_argnames="storage")
-def _read(codes: Array, amax: Array, k16: Array, *, storage: Storage) -> Array:
+def _read(codes: Array, amax: Array, x16: Array, *, storage: Storage) -> Array:
     def on_shards(_: Any, local: Sequence[Sequence[Array]], shards: Sequence[LeafShard]) -> Any:
         from coat_jax.kernels.triton.stored_moment import read_moment
 
-        ((codes, amax, k16),) = local
+        ((codes, amax, x16),) = local
         values = jax.ShapeDtypeStruct(codes.shape, amax.dtype)
-        return [_launch(read_moment, [], [codes, amax, k16], [values], {}, shards, storage)]
+        return [_launch(read_moment, [], [codes, amax, x16], [values], {}, shards, storage)]
 
     def kernel(*stored: Array) -> Array:
         return run_sharded_leaves(on_shards, [], [stored], group_size=storage.group_size)[0][0]
@@ -152,23 +154,23 @@ def _read(codes: Array, amax: Array, k16: Array, *, storage: Storage) -> Array:
     def reference(*stored: Array) -> Array:
         return read_reference(Expanded(*stored), storage)
 
-    values: Array = _or_reference(kernel, reference)(codes, amax, k16)
+    values: Array = _or_reference(kernel, reference)(codes, amax, x16)
     return values
 
 
 @functools.partial(jax.jit, static_argnames="storage")
 def _rewrite(
-    new: Array, codes: Array, amax: Array, k16: Array, key: UInt32[Array, ""], *, storage: Storage
+    new: Array, codes: Array, amax: Array, x16: Array, key: UInt32[Array, ""], *, storage: Storage
 ) -> list[Array]:
     def on_shards(
         keys: Sequence[Array], local: Sequence[Sequence[Array]], shards: Sequence[LeafShard]
     ) -> Any:
         from coat_jax.kernels.triton.stored_moment import rewrite_moment
 
-        ((new, codes, amax, k16),) = local
-        stored = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (codes, amax, k16)]
+        ((new, codes, amax, x16),) = local
+        stored = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (codes, amax, x16)]
         aliases = {3: 0, 4: 1, 5: 2}
-        arrays = [new, codes, amax, k16]
+        arrays = [new, codes, amax, x16]
         return [_launch(rewrite_moment, keys, arrays, stored, aliases, shards, storage)]
 
     def kernel(*arrays: Array) -> list[Array]:
@@ -180,7 +182,7 @@ def _rewrite(
         new, *stored, key = arrays
         return list(rewrite_reference(Expanded(*stored), new, storage, key))
 
-    rewritten: list[Array] = _or_reference(kernel, reference)(new, codes, amax, k16, key)
+    rewritten: list[Array] = _or_reference(kernel, reference)(new, codes, amax, x16, key)
     return rewritten
 
 

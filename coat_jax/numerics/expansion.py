@@ -98,7 +98,7 @@ class Expanded(NamedTuple):
 
     codes: Float[Array, "*rows D"]  # FP8, the array's shape
     amax: Float[Array, "*rows G"]  # FP32, the largest magnitude of each group
-    k16: UInt8[Array, "*rows G"]  # 16 times the exponent of each group
+    exponent_x16: UInt8[Array, "*rows G"]  # 16 times the exponent of each group
 
 
 @one_program("x", "noise", "never_zero")
@@ -125,7 +125,7 @@ def encode(
     Example:
         >>> import coat_jax as coat, jax.numpy as jnp
         >>> e = coat.expansion.encode(jnp.array([1.0, 2.0, 4.0]))
-        >>> print(e.codes.dtype.name, e.amax, e.k16 / 16)
+        >>> print(e.codes.dtype.name, e.amax, e.exponent_x16 / 16)
         float8_e4m3fn [4.] [8.875]
         >>> print(jnp.round(coat.expansion.decode(e), 2))
         [1. 2. 4.]
@@ -174,7 +174,7 @@ def decode(
     fmt = format_of(e.codes.dtype if dtype is None else dtype)
     grouped = split_groups(e.codes, group_size).astype(jnp.float32)
     per_group = grouped.shape[:-1]
-    k = e.k16.reshape(per_group)[..., None].astype(jnp.float32) / STEPS
+    k = e.exponent_x16.reshape(per_group)[..., None].astype(jnp.float32) / STEPS
     amax = e.amax.reshape(per_group)[..., None]
     image = jnp.abs(grouped) / fmt.max
     values = amax * jnp.exp2(jnp.log2(image) / k)
@@ -188,7 +188,7 @@ class _Group(NamedTuple):
     image: Float[Array, "*rows G K"]  # F (|x| / amax)^k
     amax: Float[Array, "*rows G"]
     k: Float[Array, "*rows G 1"]
-    k16: UInt8[Array, "*rows G"]
+    exponent_x16: UInt8[Array, "*rows G"]
     fmt: Format
 
 
@@ -204,19 +204,19 @@ def _expand(
     amax = group_max(magnitude)
     smallest = jnp.min(jnp.where(magnitude > 0, magnitude, jnp.inf), axis=-1, initial=jnp.inf)
     smallest = jnp.where(amax > 0, smallest, 0.0)
-    k16 = exponent_sixteenths(amax, smallest, fit_of(dtype, rounding))
-    k = k16[..., None].astype(jnp.float32) / STEPS
+    exponent_x16 = exponent_sixteenths(amax, smallest, fit_of(dtype, rounding))
+    k = exponent_x16[..., None].astype(jnp.float32) / STEPS
     log2_ratio = jnp.log2(magnitude) - jnp.log2(jnp.maximum(amax, SMALLEST_NORMAL))[..., None]
     # Exactly zero for the largest: the difference of two rounded logarithms could round it down.
     largest = (magnitude >= amax[..., None]) & (magnitude > 0)
     log2_ratio = jnp.where(largest, 0.0, log2_ratio)
-    return _Group(grouped, fmt.max * jnp.exp2(k * log2_ratio), amax, k, k16, fmt)
+    return _Group(grouped, fmt.max * jnp.exp2(k * log2_ratio), amax, k, exponent_x16, fmt)
 
 
 def _stored(codes: Array, group: _Group, shape: tuple[int, ...], group_size: int) -> Expanded:
     scales = scales_shape(shape, group_size)
     return Expanded(
-        join_groups(codes, shape), group.amax.reshape(scales), group.k16.reshape(scales)
+        join_groups(codes, shape), group.amax.reshape(scales), group.exponent_x16.reshape(scales)
     )
 
 

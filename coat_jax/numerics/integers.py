@@ -72,11 +72,12 @@ def encode(
         codes = jnp.where(jnp.abs(exact) < stochastic_below, at_random, codes)
     codes = jnp.where(lost, NAN_CODE, codes).astype(DTYPE)
     shape = scales_shape(x.shape, group_size)
-    k16 = jnp.where(amax >= 0, STEPS, 0)  # always STEPS, computed so that it is sharded as amax is
+    # Always STEPS, computed so that it is sharded as amax is.
+    exponent_x16 = jnp.where(amax >= 0, STEPS, 0)
     return Expanded(
         join_groups(codes, x.shape),
         amax.reshape(shape),
-        k16.astype(jnp.uint8).reshape(shape),
+        exponent_x16.astype(jnp.uint8).reshape(shape),
     )
 
 

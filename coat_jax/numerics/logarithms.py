@@ -62,8 +62,8 @@ def encode(
     log2_below = jnp.where(values >= amax[..., None], 0.0, log2_below)
     log2_below = jnp.where(values > 0, log2_below, jnp.inf)
     least_value = jnp.min(jnp.where(values > 0, values, jnp.inf), axis=-1, initial=jnp.inf)
-    k16 = exponent_sixteenths(amax, jnp.where(amax > 0, least_value, 0.0), FIT)
-    steps = k16[..., None].astype(jnp.float32)
+    exponent_x16 = exponent_sixteenths(amax, jnp.where(amax > 0, least_value, 0.0), FIT)
+    steps = exponent_x16[..., None].astype(jnp.float32)
     exact = LARGEST_CODE - steps * log2_below
 
     # Numbers below the smallest code become that code or zero. Apart from rounding errors of
@@ -85,7 +85,7 @@ def encode(
     return Expanded(
         join_groups(codes.astype(DTYPE), x.shape),
         amax.reshape(shape),
-        k16.reshape(shape),
+        exponent_x16.reshape(shape),
     )
 
 
@@ -94,7 +94,7 @@ def decode(e: Expanded, *, group_size: int) -> Float[Array, "*rows D"]:
     """Returns the FP32 values of `e`."""
     codes = split_groups(e.codes, group_size).astype(jnp.float32)
     groups = codes.shape[:-1]
-    steps = e.k16.reshape(groups)[..., None].astype(jnp.float32)
+    steps = e.exponent_x16.reshape(groups)[..., None].astype(jnp.float32)
     amax = e.amax.reshape(groups)[..., None]
     values = amax * jnp.exp2((codes - LARGEST_CODE) / steps)
     return join_groups(jnp.where(codes > 0, values, 0.0), e.codes.shape)

@@ -29,7 +29,7 @@ The files and folders, each of which imports only those of the lines above its o
     corrections                     parameters of 24 bits
     adam_state                      Adam's state and its step
     adam, fused, compression        fp8_adamw; the same in one pass; compress
-    in_place, in_parts/, muon/      any transformation as a step in place; steps in parts; Muon
+    in_place, partitioned/, muon/      any transformation as a step in place; steps in parts; Muon
 """
 
 from coat_jax.optax.adam import fp8_adamw, scale_by_fp8_adam
@@ -37,12 +37,12 @@ from coat_jax.optax.adam_state import ScaleByFP8AdamState
 from coat_jax.optax.clipping import global_norm, global_norm_scale
 from coat_jax.optax.compression import CompressedState, compress, decompress
 from coat_jax.optax.corrections import CorrectedState, corrected_params, with_corrections
-from coat_jax.optax.fused import FusedOptimizer, fused_fp8_adamw
-from coat_jax.optax.in_parts.offload import in_host_memory
-from coat_jax.optax.in_parts.release import Stage, Stepped, step_by_stages
+from coat_jax.optax.fused import InPlaceOptimizer, fused_fp8_adamw
 from coat_jax.optax.in_place import InPlaceState, in_place
 from coat_jax.optax.muon.matrices import hidden_matrices
 from coat_jax.optax.muon.transformation import ScaleByFP8MuonState, fp8_muon, scale_by_fp8_muon
+from coat_jax.optax.partitioned.offload import in_host_memory
+from coat_jax.optax.partitioned.release import Stage, Stepped, step_by_stages
 from coat_jax.optax.rounding import (
     StochasticRoundState,
     apply_updates,
@@ -55,7 +55,7 @@ from coat_jax.storage import Storage
 __all__ = [
     "CompressedState",
     "CorrectedState",
-    "FusedOptimizer",
+    "InPlaceOptimizer",
     "InPlaceState",
     "ScaleByFP8AdamState",
     "ScaleByFP8MuonState",

@@ -19,8 +19,8 @@ from coat_jax.kernels.dispatch import Implementation
 from coat_jax.optax.adam_state import ScaleByFP8AdamState, init_state, step_tree
 from coat_jax.optax.checks.arguments import (
     checked_schedule,
+    require_b2_for_b1,
     require_hyper,
-    require_lasting,
     require_settings,
 )
 from coat_jax.optax.checks.chains import checked_chain
@@ -52,7 +52,7 @@ def scale_by_fp8_adam(
     settings = Settings(storage or Storage(), nesterov)
 
     def init(params: optax.Params) -> ScaleByFP8AdamState:
-        require_lasting(hyper, settings.storage, params)
+        require_b2_for_b1(hyper, settings.storage, params)
         return init_state(params, settings.storage)
 
     def update(

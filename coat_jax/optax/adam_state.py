@@ -1,9 +1,9 @@
 """The state of Adam with 8-bit moments: its initial value, its checks, and one step of it.
 
 Each parameter has two moments, each stored in three arrays: the codes, and per group of
-neighbours the largest magnitude `amax` and the exponent `k16`. `coat_jax.storage.Storage` says
-which leaves are stored in 8 bits, and in which formats. `fp8_adamw` and `fused_fp8_adamw` have the
-same state. Muon, too, uses `init_moment`, `stored_layout`, `by_leaf` and `from_leaves`.
+neighbours the largest magnitude `amax` and `exponent_x16`. `coat_jax.storage.Storage` says which
+leaves are stored in 8 bits, and in which formats. `fp8_adamw` and `fused_fp8_adamw` have the same
+state. Muon, too, uses `init_moment`, `stored_layout`, `by_leaf` and `from_leaves`.
 """
 
 import functools
@@ -39,8 +39,9 @@ from coat_jax.storage import Storage
 class ScaleByFP8AdamState(NamedTuple):
     """The state of `scale_by_fp8_adam`: trees of arrays, each leaf following its parameter.
 
-    mu and nu each hold three trees: codes (8 bits, the parameter's shape), amax (FP32) and k16
-    (uint8), one number per group along the last axis. See `Storage` for leaves in FP32.
+    mu and nu each hold three trees: codes (8 bits, the parameter's shape), amax (FP32) and
+    exponent_x16 (uint8), one number per group along the last axis. See `Storage` for leaves in
+    FP32.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -68,13 +69,13 @@ def init_moment(params: optax.Params, dtype: DTypeLike, storage: Storage) -> Exp
 
         return fit_metadata(jax.tree.map(leaf, params), params)
 
-    return Expanded(codes=tree(0, 0), amax=tree(1, 0), k16=tree(2, expansion.STEPS))
+    return Expanded(codes=tree(0, 0), amax=tree(1, 0), exponent_x16=tree(2, expansion.STEPS))
 
 
 def stored_layout(
     shape: tuple[int, ...], dtype: DTypeLike, storage: Storage
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Codes, amax and k16 of a parameter of this shape: their shapes and dtypes."""
+    """Codes, amax and exponent_x16 of a parameter of this shape: their shapes and dtypes."""
     per_group = storage.scales_shape(shape)
     return (
         jax.ShapeDtypeStruct(

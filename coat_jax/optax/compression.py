@@ -45,15 +45,15 @@ class CompressedState(NamedTuple):
     """The state of the wrapped transformation, and what decodes its moments.
 
     `codes` is that state, with FP8 codes for its moments. `amax` (in the moment's own dtype, in
-    which it is exact) and `k16` have one number per group of a moment, and a few unused ones for
-    any other leaf. They are trees like `codes`, but with plain tuples instead of its named tuples
-    and dicts, so that `optax.tree.get(state, name)` finds each name once.
+    which it is exact) and `exponent_x16` have one number per group of a moment, and a few unused
+    ones for any other leaf. They are trees like `codes`, but with plain tuples instead of its named
+    tuples and dicts, so that `optax.tree.get(state, name)` finds each name once.
     """
 
     step: Int32[Array, ""]
     codes: Any
     amax: Any
-    k16: Any
+    exponent_x16: Any
 
 
 def compress(
@@ -92,14 +92,14 @@ def compress(
             _compressed(leaf, storage) if moment else _uncompressed(leaf, storage)
             for leaf, moment in zip(leaves, chosen, strict=True)
         ]
-        codes, amax, k16 = (
+        codes, amax, exponent_x16 = (
             jax.tree.unflatten(structure, [getattr(e, field) for e in encoded])
             for field in Expanded._fields
         )
         return CompressedState(
             jnp.zeros([], jnp.int32),
             codes,
-            *(without_names(fit_metadata(tree, state), params) for tree in (amax, k16)),
+            *(without_names(fit_metadata(tree, state), params) for tree in (amax, exponent_x16)),
         )
 
     def update(

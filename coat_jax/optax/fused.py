@@ -25,9 +25,9 @@ from coat_jax.kernels.adam import Hyper, Number, Settings
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.optax.adam_state import ScaleByFP8AdamState, init_state, require_state, step_tree
 from coat_jax.optax.checks.arguments import (
+    require_b2_for_b1,
     require_flag,
     require_hyper,
-    require_lasting,
     require_scalar,
     require_settings,
     value_at,
@@ -39,7 +39,7 @@ from coat_jax.storage import Storage
 
 
 class Step(Protocol):
-    """The signature of `FusedOptimizer.step`."""
+    """The signature of `InPlaceOptimizer.step`."""
 
     def __call__(
         self,
@@ -63,7 +63,7 @@ class Step(Protocol):
         ...
 
 
-class FusedOptimizer(NamedTuple):
+class InPlaceOptimizer(NamedTuple):
     """`init(params) -> state` and `step(params, grads, state) -> (params, state)`."""
 
     init: Callable[[optax.Params], Any]
@@ -81,8 +81,8 @@ class FusedOptimizer(NamedTuple):
 
 
 def require_step(name: str, optimizer: Any) -> None:
-    """Raises unless the argument of the function `name` is a `FusedOptimizer`."""
-    if not isinstance(optimizer, FusedOptimizer):
+    """Raises unless the argument of the function `name` is a `InPlaceOptimizer`."""
+    if not isinstance(optimizer, InPlaceOptimizer):
         raise UserError(
             f"{name} takes an optimizer with a step of its own, not {described(optimizer)}. Make "
             "one with fused_fp8_adamw(..), or with in_place(..) from a transformation of optax."
@@ -103,7 +103,7 @@ def fused_fp8_adamw(
     correct_params: bool = False,
     storage: Storage | None = None,
     implementation: Implementation | None = None,
-) -> FusedOptimizer:
+) -> InPlaceOptimizer:
     """AdamW with both moments stored in 8 bits, as one in-place step.
 
     The other arguments are those of `fp8_adamw`, without `mu_dtype`. From `weight_decay` on they
@@ -139,7 +139,7 @@ def fused_fp8_adamw(
     settings = Settings(storage or Storage(), nesterov, round_params)
 
     def init(params: optax.Params) -> ScaleByFP8AdamState | CorrectedState:
-        require_lasting(hyper, settings.storage, params)
+        require_b2_for_b1(hyper, settings.storage, params)
         state = init_state(params, settings.storage)
         return CorrectedState(state, init_corrections(params)) if correct_params else state
 
@@ -178,4 +178,4 @@ def fused_fp8_adamw(
         )
         return new, CorrectedState(adam, corrections) if correct_params else adam
 
-    return FusedOptimizer(init, step)
+    return InPlaceOptimizer(init, step)

@@ -39,7 +39,7 @@ from coat_jax.optax.corrections import (
     split_params,
 )
 from coat_jax.optax.dtypes import in_fp32
-from coat_jax.optax.fused import FusedOptimizer
+from coat_jax.optax.fused import InPlaceOptimizer
 from coat_jax.optax.masks import leaves_some_out
 from coat_jax.optax.rounding import apply_updates
 from coat_jax.optax.states.following import optimized
@@ -58,7 +58,7 @@ def in_place(
     round_params: bool = False,
     correct_params: bool = False,
     seed: int = 0,
-) -> FusedOptimizer:
+) -> InPlaceOptimizer:
     """Makes an optax transformation a step that updates parameters and state in place.
 
     Args:
@@ -138,7 +138,7 @@ def in_place(
             return after
         return _select(skip, (params, state), after)
 
-    return FusedOptimizer(init, step)
+    return InPlaceOptimizer(init, step)
 
 
 def _require_steppable(tree: Any, state: Any) -> None:

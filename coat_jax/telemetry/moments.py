@@ -26,7 +26,7 @@ from coat_jax.numerics.formats import format_of
 from coat_jax.storage import Storage
 
 VALUE = "value"  # the attribute of an nnx.Variable
-FIELDS = ("codes", "amax", "k16")  # of whatever holds stored leaves: trees of one structure
+FIELDS = ("codes", "amax", "exponent_x16")  # of what holds stored leaves: trees of one structure
 
 
 class MomentStatistics(NamedTuple):
@@ -119,12 +119,12 @@ def stored_leaves(state: Any) -> Iterator[tuple[tuple[str, ...], str, Expanded]]
         if not holds(node):
             continue
         trees = [jax.tree_util.tree_flatten_with_path(getattr(node, f))[0] for f in FIELDS]
-        for (within, codes), (_, amax), (_, k16) in zip(*trees, strict=True):
+        for (within, codes), (_, amax), (_, x16) in zip(*trees, strict=True):
             if jnp.issubdtype(codes.dtype, jax.dtypes.prng_key):
                 continue
             if jnp.dtype(codes.dtype).itemsize == 1:
                 moment, parameter = _split(path, within)
-                yield parameter, moment, Expanded(codes, amax, k16)
+                yield parameter, moment, Expanded(codes, amax, x16)
 
 
 def _split(path: Any, within: Any) -> tuple[str, tuple[str, ...]]:
@@ -155,7 +155,7 @@ def _sums(stored: Expanded, layer_axes: int) -> Float[Array, "..."]:
     codes = jnp.abs(stored.codes.astype(jnp.float32))
     integers = jnp.issubdtype(stored.codes.dtype, jnp.integer)
     tiny = 1 if integers else format_of(stored.codes.dtype).tiny
-    k = stored.k16.astype(jnp.float32) / STEPS
+    k = stored.exponent_x16.astype(jnp.float32) / STEPS
 
     def mean(x: Array) -> Array:
         return jnp.mean(x.astype(jnp.float32), axis=tuple(range(layer_axes, x.ndim)))

@@ -17,7 +17,7 @@ import optax
 
 from coat_jax.errors import UserError
 from coat_jax.numerics.formats import E4M3
-from coat_jax.optax import FusedOptimizer, fused_fp8_adamw, in_host_memory, in_place
+from coat_jax.optax import InPlaceOptimizer, fused_fp8_adamw, in_host_memory, in_place
 from coat_jax.storage import PAPER, Storage
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.config.optimizer import function_name, is_transformation
@@ -26,7 +26,7 @@ from coat_jax.training.stages import with_gradient_norm
 from coat_jax.validation import brief
 
 
-def make_optimizer(config: TrainConfig) -> FusedOptimizer:
+def make_optimizer(config: TrainConfig) -> InPlaceOptimizer:
     """Returns the optimizer that the config names."""
     optimizer = _on_device(config)
     if config.optimizer.offload:
@@ -34,7 +34,7 @@ def make_optimizer(config: TrainConfig) -> FusedOptimizer:
     return with_gradient_norm(optimizer) if config.optimizer.release_gradients else optimizer
 
 
-def _on_device(config: TrainConfig) -> FusedOptimizer:
+def _on_device(config: TrainConfig) -> InPlaceOptimizer:
     chosen = config.optimizer
     schedule = partial(learning_rate, chosen, config.total_steps)
     rounding: dict[str, Any] = {
@@ -76,7 +76,7 @@ def _transformation(given: Any, schedule: optax.Schedule) -> optax.GradientTrans
     return made
 
 
-def require_no_extra_args(optimizer: FusedOptimizer, params: Any, moments: Any) -> None:
+def require_no_extra_args(optimizer: InPlaceOptimizer, params: Any, moments: Any) -> None:
     """Raises if a transformation's update needs more than gradients, state and parameters.
 
     `optimizer` is from `make_optimizer`; parameters and moments may be shapes and dtypes.

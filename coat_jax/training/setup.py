@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from coat_jax import models
 from coat_jax.errors import UserError
 from coat_jax.models.lazy_arrays import dotted_name
-from coat_jax.optax import FusedOptimizer, state_shardings
+from coat_jax.optax import InPlaceOptimizer, state_shardings
 from coat_jax.training.checkpoint import weights
 from coat_jax.training.cluster.batches import abstract_batch
 from coat_jax.training.cluster.mesh import batch_parts, everywhere
@@ -51,7 +51,7 @@ class TrainSetup(NamedTuple):
 
     config: TrainConfig
     mesh: Mesh
-    optimizer: FusedOptimizer
+    optimizer: InPlaceOptimizer
     graph: Any
     abstract: State
 
@@ -94,7 +94,7 @@ class TrainSetup(NamedTuple):
 
 
 def prepare(
-    config: TrainConfig, mesh: Mesh, *, optimizer: FusedOptimizer | None = None
+    config: TrainConfig, mesh: Mesh, *, optimizer: InPlaceOptimizer | None = None
 ) -> TrainSetup:
     """Builds the optimizer, and the shapes of model and state; takes no memory of a device.
 

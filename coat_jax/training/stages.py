@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from coat_jax.optax import FusedOptimizer
+from coat_jax.optax import InPlaceOptimizer
 from coat_jax.optax.clipping import clip_scale
 
 
@@ -25,7 +25,7 @@ class ReleaseState(NamedTuple):
     inner: Any
 
 
-def with_gradient_norm(optimizer: FusedOptimizer) -> FusedOptimizer:
+def with_gradient_norm(optimizer: InPlaceOptimizer) -> InPlaceOptimizer:
     """`optimizer` with a `ReleaseState` around its state, whose norm its `step` does not change.
 
     Only when all stages have been stepped is the norm of their gradients known.
@@ -40,7 +40,7 @@ def with_gradient_norm(optimizer: FusedOptimizer) -> FusedOptimizer:
         params, inner = optimizer.step(params, grads, state.inner, **options)
         return params, state._replace(inner=inner)
 
-    return FusedOptimizer(init, step)
+    return InPlaceOptimizer(init, step)
 
 
 def scale_of_stage(

@@ -24,7 +24,7 @@ from coat_jax.errors import UserError
 from coat_jax.models import Loss
 from coat_jax.models.lazy_arrays import dotted_name
 from coat_jax.models.llama import shard_params
-from coat_jax.optax import FusedOptimizer, global_norm, step_by_stages
+from coat_jax.optax import InPlaceOptimizer, global_norm, step_by_stages
 from coat_jax.optax.clipping import clip_scale
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.schedule import learning_rate
@@ -99,7 +99,7 @@ class Report(NamedTuple):
 
 
 def train_step(
-    config: TrainConfig, graph: Any, optimizer: FusedOptimizer, state: State, batch: Any
+    config: TrainConfig, graph: Any, optimizer: InPlaceOptimizer, state: State, batch: Any
 ) -> tuple[State, Report]:
     """Returns the next state, and how the step went.
 
@@ -131,7 +131,7 @@ def train_step(
 
 
 def releasing_step(
-    config: TrainConfig, graph: Any, optimizer: FusedOptimizer, state: State, batch: Any
+    config: TrainConfig, graph: Any, optimizer: InPlaceOptimizer, state: State, batch: Any
 ) -> tuple[State, Report]:
     """As `train_step`, but the backward pass updates parameters and frees gradients."""
     stages, labels = nnx.merge(graph, state.params).stages(first_microbatch(batch))

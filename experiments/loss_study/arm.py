@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from coat_jax import BF16, Precision, models
 from coat_jax.errors import UserError
-from coat_jax.optax import FusedOptimizer, fused_fp8_adamw
+from coat_jax.optax import InPlaceOptimizer, fused_fp8_adamw
 from coat_jax.storage import Storage
 from coat_jax.training.config import EvaluationConfig, OptimizerConfig, TrainConfig
 from coat_jax.training.optimizer import decay_mask, make_optimizer
@@ -134,7 +134,7 @@ def train_config(arm: Arm, size: Size, settings: Settings, seed: int) -> TrainCo
     )
 
 
-def optimizer_of(arm: Arm, config: TrainConfig) -> FusedOptimizer:
+def optimizer_of(arm: Arm, config: TrainConfig) -> InPlaceOptimizer:
     """The optimizer of a run. It does not depend on the seed: seeds share a compiled program."""
     if isinstance(arm.moments, Muon):
         return muon(config, arm.moments)

@@ -11,7 +11,7 @@ from functools import partial
 import jax.numpy as jnp
 import optax
 
-from coat_jax.optax import FusedOptimizer, fp8_muon, hidden_matrices, in_place
+from coat_jax.optax import InPlaceOptimizer, fp8_muon, hidden_matrices, in_place
 from coat_jax.storage import Storage
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.schedule import learning_rate
@@ -31,7 +31,7 @@ class Muon:
     storage: Storage | None = None
 
 
-def muon(config: TrainConfig, kind: Muon) -> FusedOptimizer:
+def muon(config: TrainConfig, kind: Muon) -> InPlaceOptimizer:
     """The optimizer of a run. Parameters are FP32."""
     of_run = config.optimizer
     settings = {

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import coat_jax as coat
-from coat_jax.optax import FusedOptimizer, state_shardings
+from coat_jax.optax import InPlaceOptimizer, state_shardings
 from coat_jax.training.cluster.communication import communication_options, use_one_queue
 from coat_jax.training.cluster.mesh import make_mesh
 from coat_jax.training.config import MeshConfig
@@ -53,7 +53,7 @@ def measure(steps: Steps, shapes: Matrices) -> dict[str, Any]:
     """Time and memory of a step, with parameters sharded by rows."""
     mesh = make_mesh(MeshConfig())
     by_rows = NamedSharding(mesh, P(mesh.axis_names))
-    optimizer = FusedOptimizer(*steps)
+    optimizer = InPlaceOptimizer(*steps)
     like = {
         f"matrix_{i}": jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=by_rows)
         for i, shape in enumerate(shapes)

@@ -266,7 +266,7 @@ def compare_moments(expected: Expanded, got: Expanded, group_size: int) -> None:
     if expected.codes.dtype == jnp.float32:
         np.testing.assert_allclose(got.codes, expected.codes, rtol=1e-6)
         return
-    sixteenths = [np.asarray(e.k16, int) for e in (expected, got)]
+    sixteenths = [np.asarray(e.exponent_x16, int) for e in (expected, got)]
     assert np.abs(sixteenths[0] - sixteenths[1]).max(initial=0) <= 1
     same_exponent = sixteenths[0] == sixteenths[1]
     assert (~same_exponent).sum() <= max(1, 0.01 * same_exponent.size)

@@ -100,7 +100,9 @@ def poorly_stored_of(case: Case) -> Expanded:
     stored = stored_of(case)
     codes = stored.codes.astype(jnp.float32)
     codes = jnp.copysign(jnp.maximum(jnp.abs(codes), 16), codes)
-    return stored._replace(codes=codes.astype(stored.codes.dtype), k16=jnp.full_like(stored.k16, 9))
+    return stored._replace(
+        codes=codes.astype(stored.codes.dtype), exponent_x16=jnp.full_like(stored.exponent_x16, 9)
+    )
 
 
 def new_of(case: Case, stored: Expanded) -> jax.Array:
@@ -167,7 +169,7 @@ class ReferenceLaws:
         for a, b in zip(self.rewrite(stored, values), stored, strict=True):
             np.testing.assert_array_equal(np.float32(a), np.float32(b))
         after = self.rewrite(stored, values.at[2, 130].mul(2).at[4, 299].mul(2))
-        rewritten = np.nonzero(np.asarray(after.k16) != 9)
+        rewritten = np.nonzero(np.asarray(after.exponent_x16) != 9)
         assert list(zip(*rewritten, strict=True)) == [(2, 1), (4, 2)]
 
     def test_the_decoded_value_is_right_on_average(self) -> None:
@@ -181,7 +183,7 @@ class ReferenceLaws:
         error = sums / runs - np.float64(x)
         amax = np.float64(e.amax)
         # A code is at most 2^-3 of its number or the smallest one; its standard deviation is half.
-        smallest = amax * (2.0**-9 / 448) ** (16 / np.float64(e.k16))
+        smallest = amax * (2.0**-9 / 448) ** (16 / np.float64(e.exponent_x16))
         deviation = np.maximum(np.abs(np.float64(x)) / 16, smallest) / np.sqrt(runs)
         assert np.all(np.abs(error) < 6 * deviation)
         assert abs(np.mean(error / deviation)) < 6 / np.sqrt(error.size)

@@ -97,7 +97,7 @@ def test_the_chain_stores_nothing_but_the_update():
         return optax.apply_updates(params, updates), state
 
     params, grads = (structs(mesh, LARGE, [P()], kind) for kind in (jnp.float32, jnp.bfloat16))
-    optimizer = coat.optax.FusedOptimizer(tx.init, step)
+    optimizer = coat.optax.InPlaceOptimizer(tx.init, step)
     compiled = compile_step_in_place(mesh, optimizer, params, grads)
     assert compiled.memory_analysis().temp_size_in_bytes <= 4 * 4096 * 4096 + 2048
 

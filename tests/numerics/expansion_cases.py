@@ -149,7 +149,7 @@ def smallest_of_groups(x, group_size):
 def exact_image(x, e, case):
     """The magnitude F (|x| / amax)^k of each element in FP64, its k, and the format."""
     fmt = format_of(case.dtype)
-    k = per_element(e.k16, x.shape, case.group_size) / 16
+    k = per_element(e.exponent_x16, x.shape, case.group_size) / 16
     amax = np.maximum(per_element(e.amax, x.shape, case.group_size), SMALLEST)
     return fmt.max * (np.abs(x.astype(np.float64)) / amax) ** k, k, fmt
 

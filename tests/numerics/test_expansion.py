@@ -119,7 +119,7 @@ def test_the_code_is_the_exact_image_rounded(case):
 def test_decoding_is_the_exact_inverse(case):
     """To 2^-17: it ends in exp2 of a number of at most 36, of which FP32 leaves 2^-18."""
     for x, e, y in draws(case):
-        k = per_element(e.k16, x.shape, case.group_size) / 16
+        k = per_element(e.exponent_x16, x.shape, case.group_size) / 16
         share = np.abs(e.codes.astype(np.float64)) / format_of(case.dtype).max
         exact = per_element(e.amax, x.shape, case.group_size) * share ** (1 / k)
         flushed = (exact < SMALLEST * (1 + 2.0**-17)) & (y == 0)
@@ -137,14 +137,15 @@ def test_the_group_fills_the_format(case):
     # Two binades are left below the smallest element if rounding is stochastic.
     bottom, least = (4 * fmt.tiny, 8) if stochastic else (fmt.tiny, 16)
     for x, e, _ in draws(case):
-        assert e.k16.dtype == np.uint8
-        assert np.all(e.k16 >= least)
+        assert e.exponent_x16.dtype == np.uint8
+        assert np.all(e.exponent_x16 >= least)
         image, k, _ = exact_image(x, e, case)
         under = 2 ** (-fmt.log2_range / k / 1024 - k * LOG2_ERROR)
         assert np.all((image >= bottom * under) | (x == 0) | (k == least / 16))
-        finer = exact_image(x, e._replace(k16=e.k16.astype(np.int64) + 1), case)[0]
+        x16 = e.exponent_x16.astype(np.int64) + 1
+        finer, *_ = exact_image(x, e._replace(exponent_x16=x16), case)
         smallest = smallest_of_groups(np.where(x == 0, np.inf, finer), case.group_size)
-        could_grow = (np.atleast_1d(e.k16) < 255) & (np.atleast_1d(e.amax) > 0)
+        could_grow = (np.atleast_1d(e.exponent_x16) < 255) & (np.atleast_1d(e.amax) > 0)
         assert np.all(smallest[could_grow] <= bottom * 2 ** (16 * LOG2_ERROR))
 
 
@@ -157,7 +158,7 @@ def test_magnitudes_under_the_smallest_count_as_zero(dtype, rounding, least):
     e, y = round_trip(x, Case(*PLAIN, dtype, rounding))
     np.testing.assert_array_equal(y, np.where(x == -7, x, 0))
     np.testing.assert_array_equal(e.amax, [[0] * 4] * 2 + [[7] * 4] * 2)
-    np.testing.assert_array_equal(e.k16, [[least] * 4] * 2 + [[255] * 4] * 2)
+    np.testing.assert_array_equal(e.exponent_x16, [[least] * 4] * 2 + [[255] * 4] * 2)
 
 
 @formats
@@ -166,14 +167,14 @@ def test_every_code_survives_another_round_trip(dtype):
     table = positive_values(dtype)
     # Of any size: the logarithms round differently for each.
     sizes = np.geomspace(2.0**-90, FLOAT32_MAX, 16)
-    k16, amax = np.meshgrid([16, 17, 18, 24, 32, 48, 85, 163, 254, 255], sizes)
-    codes = np.zeros((k16.size, 256), np.float32)
+    exponent_x16, amax = np.meshgrid([16, 17, 18, 24, 32, 48, 85, 163, 254, 255], sizes)
+    codes = np.zeros((exponent_x16.size, 256), np.float32)
     codes[:, : len(table)] = table
     codes[:, 128 : 128 + len(table)] = -table
     stored = Expanded(
         codes.astype(dtype),
         amax.reshape(-1, 1).astype(np.float32),
-        k16.reshape(-1, 1).astype(np.uint8),
+        exponent_x16.reshape(-1, 1).astype(np.uint8),
     )
     again = encode(decode(stored, group_size=256), dtype, group_size=256)
     for got, want in zip(again, stored, strict=True):
@@ -211,7 +212,7 @@ def drawn(rounding, x, dtype):
     def sample(step):
         u = noise.uniform(noise.leaf_key(0, step, 0), x.shape, run=128)
         e = rounding(x, dtype, noise=u)
-        return expansion.decode(e), e.k16, e.codes.astype(jnp.float32)
+        return expansion.decode(e), e.exponent_x16, e.codes.astype(jnp.float32)
 
     return jax.vmap(sample)(jnp.arange(COUNT))
 
@@ -227,8 +228,8 @@ def spread_out(*spreads):
 def test_stochastic_rounding_is_right_on_average(dtype):
     """The mean of x itself over many keys, each element and all of a group together."""
     x = spread_out(0.5, 3.0, 10.0, 40.0, 60.0)
-    many, k16, _ = map(np.asarray, drawn(expansion.encode, x, dtype))
-    stored = Expanded(None, x.max(-1, keepdims=True), k16[0])
+    many, exponent_x16, _ = map(np.asarray, drawn(expansion.encode, x, dtype))
+    stored = Expanded(None, x.max(-1, keepdims=True), exponent_x16[0])
     image, k, fmt = exact_image(x, stored, Case(x.shape, 128, dtype, "stochastic"))
     low, high = (round_exactly(image, dtype, place) for place in ("down", "up"))
     gap = high ** (1 / k) - low ** (1 / k)
@@ -251,8 +252,8 @@ def test_dithered_rounding_is_right_on_average_below_the_normal_codes(dtype):
     """To 1.4 %, and exactly below the smallest code; above, to nearest within half a code more."""
     x = spread_out(3.0, 10.0, 17.0, 30.0)
     x *= np.random.default_rng(1).choice(np.float32([-1, 1]), x.shape)
-    many, k16, codes = map(np.asarray, drawn(expansion.encode_dithered, x, dtype))
-    stored = Expanded(None, np.abs(x).max(-1, keepdims=True), k16[0])
+    many, exponent_x16, codes = map(np.asarray, drawn(expansion.encode_dithered, x, dtype))
+    stored = Expanded(None, np.abs(x).max(-1, keepdims=True), exponent_x16[0])
     image, k, fmt = exact_image(x, stored, Case(x.shape, 128, dtype, "dithered"))
     low, high = (round_exactly(image, dtype, place) for place in ("down", "up"))
     gap = (high ** (1 / k) - low ** (1 / k)) / fmt.max ** (1 / k)

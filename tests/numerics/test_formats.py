@@ -123,13 +123,13 @@ def test_stochastic_cast_is_right_on_average(dtype):
 
 
 @formats
-@pytest.mark.parametrize("k16", [8, 17, 24, 48, 255])
-def test_curved_rounding_keeps_the_mean_of_the_power(dtype, k16):
+@pytest.mark.parametrize("exponent_x16", [8, 17, 24, 48, 255])
+def test_curved_rounding_keeps_the_mean_of_the_power(dtype, exponent_x16):
     """The drift of x^a in one rounding is what `stochastic_cast` promises, at most.
 
     5e-5 for normal numbers, 1.5e-3 for the smallest subnormal and better with n^2 above it.
     """
-    a, fmt = 16 / k16, format_of(dtype)
+    a, fmt = 16 / exponent_x16, format_of(dtype)
     # From the smallest code up: below it the expansion has no values.
     x = between_codes(dtype, [0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875])[1:]
     mean = mean_over_noise(x, dtype, curvature=1 - a, power=a)

@@ -34,7 +34,7 @@ def test_the_code_is_the_exact_one_rounded(shape, group_size, below):
         e, y = round_trip(x, group_size, below, hostile_noise(seed, shape))
         x = np.clip(x, -(2.0**100), 2.0**100)
         assert e.codes.dtype == np.int8
-        np.testing.assert_array_equal(e.k16, 16)
+        np.testing.assert_array_equal(e.exponent_x16, 16)
         amax = per_element(e.amax, x.shape, group_size)
         exact = 127 * x.astype(np.float64) / np.where(amax > 0, amax, 1)
         off = np.abs(e.codes - exact)

@@ -49,7 +49,7 @@ def draws(case):
 
 def exact_code(x, e, group_size):
     """255 - 16 k log2(amax / x) in FP64, and 16 k."""
-    steps = per_element(e.k16, x.shape, group_size)
+    steps = per_element(e.exponent_x16, x.shape, group_size)
     amax = np.maximum(per_element(e.amax, x.shape, group_size), SMALLEST)
     with np.errstate(divide="ignore"):
         return 255 - steps * (np.log2(amax) - np.log2(x.astype(np.float64))), steps
@@ -58,7 +58,7 @@ def exact_code(x, e, group_size):
 @everywhere
 def test_zero_and_the_largest_are_exact_and_nothing_non_finite_comes_out(case):
     for x, e, y in draws(case):
-        assert e.codes.dtype == e.k16.dtype == np.uint8
+        assert e.codes.dtype == e.exponent_x16.dtype == np.uint8
         assert e.codes.shape == x.shape
         np.testing.assert_array_equal(e.codes[x == 0], 0)
         largest = (x == per_element(e.amax, x.shape, case[1])) & (x > 0)
@@ -98,7 +98,7 @@ def test_the_code_is_the_exact_logarithm_rounded(case):
 @everywhere
 def test_decoding_is_the_exact_inverse(case):
     for x, e, y in draws(case):
-        amax, steps = (per_element(of, x.shape, case[1]) for of in (e.amax, e.k16))
+        amax, steps = (per_element(of, x.shape, case[1]) for of in (e.amax, e.exponent_x16))
         exact = np.where(e.codes > 0, amax * np.exp2((e.codes - 255.0) / np.maximum(steps, 1)), 0)
         # XLA may flush the smallest numbers, and the least that its exp2 returns is exp(-87.28).
         smallest = exact < 1.06 * SMALLEST
@@ -117,7 +117,7 @@ def test_the_group_fills_the_codes(case):
         # Where a group is not spread too widely, no number is lost.
         np.testing.assert_array_equal((e.codes == 0) & (steps > 7), (x == 0) & (steps > 7))
         finer = np.where(x > 0, exact - (255 - exact) / steps, np.inf)
-        could_grow = (np.atleast_1d(e.k16) < 255) & (np.atleast_1d(e.amax) > 0)
+        could_grow = (np.atleast_1d(e.exponent_x16) < 255) & (np.atleast_1d(e.amax) > 0)
         smallest = smallest_of_groups(finer, case[1])
         assert np.all(smallest[could_grow] <= 1 + 256 * LOG2_ERROR)
 
@@ -156,7 +156,7 @@ def test_encoding_again_changes_nothing(stochastic):
     u = [noise.uniform(noise.leaf_key(2, t, 0), x.shape, run=128) for t in (1, 2)]
     once, y = round_trip(x, stochastic=stochastic, noise=u[0])
     twice, _ = round_trip(y, stochastic=stochastic, noise=u[1])
-    same = (once.k16 == twice.k16)[:, 0]
+    same = (once.exponent_x16 == twice.exponent_x16)[:, 0]
     assert np.mean(same) > 0.8  # where the smallest moved, another exponent may fit
     assert np.mean((once.codes != twice.codes)[same]) < 1e-3
 

@@ -24,10 +24,12 @@ def test_the_state_is_sharded_as_the_parameters():
     adam = nnx.to_pure_dict(nnx.state(optimizer))["opt_state"][0]
     for moment, dtype in (("mu", jnp.int8), ("nu", jnp.uint8)):
         for name, spec in specs.items():
-            codes, amax, k16 = (adam[moment][part][name] for part in ("codes", "amax", "k16"))
+            codes, amax, exponent_x16 = (
+                adam[moment][part][name] for part in ("codes", "amax", "exponent_x16")
+            )
             assert codes.dtype == dtype
             assert amax.shape == (64, 8)
-            for leaf in (codes, amax, k16, model[name][...]):
+            for leaf in (codes, amax, exponent_x16, model[name][...]):
                 assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
     # A first step goes the learning rate against the gradient's sign, and decays by 1e-4 of that.
     np.testing.assert_allclose(model["up"][...], drawn - 1e-3 - 1e-7 * drawn, rtol=1e-5, atol=1e-6)
@@ -46,6 +48,6 @@ def test_scales_fit_names_that_are_mapped_to_a_mesh_later():
     assert jax.device_count() == 8
     assert mu.codes["w"].get_metadata()["out_sharding"] == names["out_sharding"]
     # 4 groups of 128 cannot be divided by 8 devices, and 8 can.
-    for scales in (mu.amax, mu.k16):
+    for scales in (mu.amax, mu.exponent_x16):
         assert scales["w"].get_metadata()["out_sharding"] == ("mlp", "layers", None)
         assert scales["wide"].get_metadata()["out_sharding"] == names["out_sharding"]

@@ -148,11 +148,11 @@ def test_large_leaves_take_two_bytes_and_a_tenth_per_parameter_and_small_ones_ar
     for moment, dtype in ((state.mu, "int8"), (state.nu, "uint8")):
         dtypes = {name: codes.dtype.name for name, codes in moment.codes.items()}
         assert dtypes == {"matrix": dtype} | dict.fromkeys(["narrow", "small", "vector"], "float32")
-        assert moment.amax["matrix"].shape == moment.k16["matrix"].shape == (64, 2)
+        assert moment.amax["matrix"].shape == moment.exponent_x16["matrix"].shape == (64, 2)
         assert moment.amax["matrix"].dtype == jnp.float32
-        assert moment.k16["matrix"].dtype == jnp.uint8
+        assert moment.exponent_x16["matrix"].dtype == jnp.uint8
         size += sum(tree["matrix"].nbytes for tree in moment)
-    # Two codes; per group of 128, two times 4 bytes of amax and 1 of k16.
+    # Two codes; per group of 128, two times 4 bytes of amax and 1 of exponent_x16.
     assert size == params["matrix"].size * (2 + 2 * 5 / 128)
 
 

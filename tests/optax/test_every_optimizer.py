@@ -8,7 +8,7 @@ import pytest
 from steps import assert_equal, normal, step_of
 
 from coat_jax.optax import (
-    FusedOptimizer,
+    InPlaceOptimizer,
     Storage,
     apply_updates,
     compress,
@@ -37,7 +37,7 @@ def in_one_call(seed):
         updates = jax.tree.map(lambda g: -1e-2 * jnp.float32(g), grads)
         return apply_updates(params, updates, step=1, seed=seed), state
 
-    return FusedOptimizer(lambda params: (), step)
+    return InPlaceOptimizer(lambda params: (), step)
 
 
 # By the seed. The last ones round nothing at random.

@@ -173,9 +173,11 @@ def test_no_codes_whatever_make_a_direction_exceed_the_bound(storage, nesterov):
         codes = np.where(rng.random(shape) < 0.3, 0, codes).astype(np.uint8)
         amax = np.exp2(rng.uniform(-126, 126, (64, 1))).astype(np.float32)
         amax[::7] = 0
-        k16 = rng.integers(8, 256, (64, 1)).astype(np.uint8)
+        exponent_x16 = rng.integers(8, 256, (64, 1)).astype(np.uint8)
         return moment._replace(
-            codes=jnp.asarray(codes.view(dtype)), amax=jnp.asarray(amax), k16=jnp.asarray(k16)
+            codes=jnp.asarray(codes.view(dtype)),
+            amax=jnp.asarray(amax),
+            exponent_x16=jnp.asarray(exponent_x16),
         )
 
     for eps in (0.0, 1e-8):

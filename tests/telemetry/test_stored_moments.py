@@ -27,12 +27,12 @@ TINY = 2.0**-9
 DECAY = Decay(0.9, 0.95, 1e-8)
 
 
-def stored(codes, k16):
+def stored(codes, exponent_x16):
     """One moment of one parameter of a layer."""
     codes = jnp.asarray(codes, E4M3)
     groups = (*codes.shape[:-1], 1)
-    k16 = jnp.broadcast_to(jnp.asarray(k16, jnp.uint8), groups)
-    return Expanded({"w": codes}, {"w": jnp.ones(groups)}, {"w": k16})
+    exponent_x16 = jnp.broadcast_to(jnp.asarray(exponent_x16, jnp.uint8), groups)
+    return Expanded({"w": codes}, {"w": jnp.ones(groups)}, {"w": exponent_x16})
 
 
 def test_codes_at_zero_and_at_the_floor_are_counted():
@@ -83,7 +83,9 @@ def test_the_state_of_an_nnx_optimizer_is_its_opt_state():
     for tx in (coat.optax.fp8_adamw(1e-3), coat.optax.compress(optax.lion(1e-3))):
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         assert "kernel/mu" in moment_sums(optimizer.opt_state)
-        with pytest.raises(UserError, match=r"codes, amax, k16 as keys.*optimizer\.opt_state"):
+        with pytest.raises(
+            UserError, match=r"codes, amax, exponent_x16 as keys.*optimizer\.opt_state"
+        ):
             telemetry.moments(nnx.state(optimizer))
 
 

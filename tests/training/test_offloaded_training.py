@@ -8,7 +8,7 @@ import pytest
 from steps import assert_equal
 from train_cases import ONE, good_and_bad, random_batches, small, stepper
 
-from coat_jax.optax.in_parts import offload
+from coat_jax.optax.partitioned import offload
 from coat_jax.training.checkpoint import Checkpoints
 from coat_jax.training.config import TelemetryConfig
 from coat_jax.training.report.accounting import account

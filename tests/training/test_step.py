@@ -107,8 +107,8 @@ def test_a_batch_in_parts_is_the_batch(name):
         batch.labels[4:8] = -100
     metrics = {"norm_again": lambda step: coat.optax.global_norm(step.grads)}
     config = small(model=IN_FP32, optimizer={"name": name, "clip_norm": 0.1})
-    in_parts = dataclasses.replace(config, metrics=metrics, gradient_accumulation_steps=4)
-    whole, parts = (stepper(each).run(batches)[1] for each in (config, in_parts))
+    partitioned = dataclasses.replace(config, metrics=metrics, gradient_accumulation_steps=4)
+    whole, parts = (stepper(each).run(batches)[1] for each in (config, partitioned))
     for a, b in zip(whole, parts, strict=True):
         assert a.labels == b.labels
         # Sums in another order. An FP8 moment on the edge between two codes may turn over.

@@ -29,18 +29,18 @@ def step_block(
     grad,
     mu_codes,
     mu_amax,
-    mu_k16,
+    mu_x16,
     nu_codes,
     nu_amax,
-    nu_k16,
+    nu_x16,
     correction,
     result,
     mu_codes_out,
     mu_amax_out,
-    mu_k16_out,
+    mu_x16_out,
     nu_codes_out,
     nu_amax_out,
-    nu_k16_out,
+    nu_x16_out,
     GROUP: tl.constexpr,
     GROUPS_PER_BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -71,11 +71,11 @@ def step_block(
         p = load_param(param, correction, start, offsets, mask, CORRECTED, FAST)
     mu_amax = tl.load(mu_amax + group, mask=group_mask, other=0.0)
     nu_amax = tl.load(nu_amax + group, mask=group_mask, other=0.0)
-    mu_k16 = tl.load(mu_k16 + group, mask=group_mask, other=16)
-    nu_k16 = tl.load(nu_k16 + group, mask=group_mask, other=16)
+    mu_x16 = tl.load(mu_x16 + group, mask=group_mask, other=16)
+    nu_x16 = tl.load(nu_x16 + group, mask=group_mask, other=16)
     g = clip(raw_grad, tl.load(numbers + NUMBER.largest_gradient), FAST)
     m, v = read_moments(
-        mu, mu_amax, mu_k16, nu, nu_amax, nu_k16,
+        mu, mu_amax, mu_x16, nu, nu_amax, nu_x16,
         tl.load(numbers + NUMBER.log2_b1), tl.load(numbers + NUMBER.log2_b2), MU, NU, FAST,
     )  # fmt: skip
     m += tl.load(numbers + NUMBER.grad_to_m) * g
@@ -117,16 +117,16 @@ def step_block(
         noise_v, noise_m = noise_bits(key, global_group, NU.noise_base, MU.noise_base, GROUP, FAST)
     else:
         noise_v, noise_m = v, m  # not used
-    codes, amax, k16 = encode_second(v, noise_v, NU, FAST)
+    codes, amax, x16 = encode_second(v, noise_v, NU, FAST)
     tl.store(nu_codes_out + start + offsets, codes.to(nu_codes_out.dtype.element_ty), mask=mask)
     tl.store(nu_amax_out + group, amax, mask=group_mask)
-    tl.store(nu_k16_out + group, k16.to(tl.uint8), mask=group_mask)
-    codes, amax, k16 = encode_first(
+    tl.store(nu_x16_out + group, x16.to(tl.uint8), mask=group_mask)
+    codes, amax, x16 = encode_first(
         m, noise_m, v, amax, tl.load(numbers + NUMBER.stochastic_below), MU, NU, FAST
     )
     tl.store(mu_codes_out + start + offsets, codes.to(mu_codes_out.dtype.element_ty), mask=mask)
     tl.store(mu_amax_out + group, amax, mask=group_mask)
-    tl.store(mu_k16_out + group, k16.to(tl.uint8), mask=group_mask)
+    tl.store(mu_x16_out + group, x16.to(tl.uint8), mask=group_mask)
 
 
 @triton.jit

@@ -15,9 +15,9 @@ from coat_jax.kernels.triton.formats import representable, round_stochastically
 
 
 @triton.jit
-def decode(codes, amax, k16, log2_factor, FORMAT: tl.constexpr, FAST: tl.constexpr):
+def decode(codes, amax, x16, log2_factor, FORMAT: tl.constexpr, FAST: tl.constexpr):
     """Magnitudes times a factor:  2^((log2 |code| - log2_max) / k + log2 amax + log2_factor)."""
-    root = 16.0 * reciprocal(k16.to(tl.float32), FAST)
+    root = 16.0 * reciprocal(x16.to(tl.float32), FAST)
     offset = log2(amax, FAST) + log2_factor - FORMAT.log2_max * root
     return exp2(log2(tl.abs(codes), FAST) * root[:, None] + offset[:, None], FAST)
 
@@ -29,15 +29,15 @@ def encode(magnitude, noise, FORMAT: tl.constexpr, FAST: tl.constexpr):
     `noise` comes from `noise_bits`, with the format's noise_base.
     """
     F8: tl.constexpr = FORMAT.fp8
-    amax, log2_amax, k16 = fit(magnitude, FORMAT, FAST)
-    image = expand(magnitude, log2_amax, k16, FORMAT, FAST)
+    amax, log2_amax, x16 = fit(magnitude, FORMAT, FAST)
+    image = expand(magnitude, log2_amax, x16, FORMAT, FAST)
     if FORMAT.rounding == "dithered":
         # Noise is uniform in [128, 129) smallest codes; subtracting it is as good as adding it.
         image += 128.5 * F8.tiny - noise.to(tl.float32, bitcast=True)
     if FORMAT.rounding == "stochastic":
         noise = noise.to(tl.float32, bitcast=True)
-        image = round_stochastically(image, noise, k16, F8, FAST)
-    return representable(image, F8, FAST), amax, k16
+        image = round_stochastically(image, noise, x16, F8, FAST)
+    return representable(image, F8, FAST), amax, x16
 
 
 @triton.jit
@@ -53,19 +53,19 @@ def fit(magnitude, FORMAT: tl.constexpr, FAST: tl.constexpr):
     smallest = (tl.min(above, axis=1) + SMALLEST_BITS).to(tl.float32, bitcast=True)
     log2_amax = log2(tl.maximum(amax, SMALLEST), FAST)
     spread = log2_amax - log2(smallest, FAST)
-    k16 = 16.0 * FORMAT.fit.log2_range * reciprocal(tl.maximum(spread, 1e-6), FAST)
-    k16 = tl.floor(k16 + FORMAT.fit.tolerance)
-    k16 = tl.minimum(tl.maximum(k16, FORMAT.fit.min_steps), 255.0)
-    return amax, log2_amax, k16
+    x16 = 16.0 * FORMAT.fit.log2_range * reciprocal(tl.maximum(spread, 1e-6), FAST)
+    x16 = tl.floor(x16 + FORMAT.fit.tolerance)
+    x16 = tl.minimum(tl.maximum(x16, FORMAT.fit.min_steps), 255.0)
+    return amax, log2_amax, x16
 
 
 @triton.jit
-def expand(magnitude, log2_amax, k16, FORMAT: tl.constexpr, FAST: tl.constexpr):
+def expand(magnitude, log2_amax, x16, FORMAT: tl.constexpr, FAST: tl.constexpr):
     """max (magnitude / amax)^k, where max is the largest code.
 
     The result is made too large by a relative 3e-6. Otherwise the approximate power of the largest
     element could be below the largest code, and be rounded down at random. Above, it saturates.
     """
-    k = k16 * (1.0 / 16.0)
+    k = x16 * (1.0 / 16.0)
     log2_ratio = log2(magnitude, FAST) - log2_amax[:, None]
     return exp2(log2_ratio * k[:, None] + (FORMAT.log2_max + 4e-6), FAST)

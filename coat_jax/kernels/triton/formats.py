@@ -58,13 +58,13 @@ def round_at_random(y, bits, F8: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def round_stochastically(image, noise, k16, F8: tl.constexpr, FAST: tl.constexpr):
+def round_stochastically(image, noise, x16, F8: tl.constexpr, FAST: tl.constexpr):
     """`formats.stochastic_cast` of image >= 0, for noise in [128, 129) with steps of 2^-16.
 
     Adding noise carries the value into the next integer with the right probability. A mask then
     drops the fraction, and keeps NaN.
     """
-    curvature = 1.0 - 16.0 * reciprocal(k16, FAST)
+    curvature = 1.0 - 16.0 * reciprocal(x16, FAST)
     unit, per_unit = unit_in_last_place(image, F8)
     scaled = image * per_unit
     below = floor_positive(scaled, FAST)

@@ -36,23 +36,23 @@ def load_codes(pointers, mask, FORMAT: tl.constexpr):
 
 @triton.jit
 def read_moments(
-    mu, mu_amax, mu_k16, nu, nu_amax, nu_k16, log2_b1, log2_b2,
+    mu, mu_amax, mu_x16, nu, nu_amax, nu_x16, log2_b1, log2_b2,
     MU: tl.constexpr, NU: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Decodes the moments, and returns b1 m and b2 v."""
     if NU.is_integer:
-        root = decode_root(nu, nu_amax, nu_k16, FAST)
+        root = decode_root(nu, nu_amax, nu_x16, FAST)
         v = root * (root * exp2(log2_b2, FAST))  # finite in this order
     else:
-        v = decode(nu, nu_amax, nu_k16, log2_b2, NU, FAST)
+        v = decode(nu, nu_amax, nu_x16, log2_b2, NU, FAST)
         if MU.is_integer:
-            root = sqrt(decode(nu, nu_amax, nu_k16, 0.0, NU, FAST), FAST)
+            root = sqrt(decode(nu, nu_amax, nu_x16, 0.0, NU, FAST), FAST)
     if MU.is_integer:
         smallest = sqrt(smallest_second(nu_amax, NU), FAST)
         scale = mu_amax * (1.0 / 127.0) * exp2(log2_b1, FAST)
         m = mu * scale[:, None] * tl.maximum(root, smallest[:, None])
     else:
-        m = copysign(decode(mu, mu_amax, mu_k16, log2_b1, MU, FAST), mu)
+        m = copysign(decode(mu, mu_amax, mu_x16, log2_b1, MU, FAST), mu)
     return m, v
 
 
@@ -60,10 +60,10 @@ def read_moments(
 def encode_second(v, noise, NU: tl.constexpr, FAST: tl.constexpr):
     """The codes of v for the cast that follows; amax; 16 k."""
     if NU.is_integer:
-        codes, amax, k16 = encode_logarithms(v, noise, NU, FAST)
+        codes, amax, x16 = encode_logarithms(v, noise, NU, FAST)
     else:
-        codes, amax, k16 = encode(v, noise, NU, FAST)
-    return codes, amax, k16
+        codes, amax, x16 = encode(v, noise, NU, FAST)
+    return codes, amax, x16
 
 
 @triton.jit
@@ -73,13 +73,13 @@ def encode_first(
     """The codes of m for the cast that follows; amax; 16 k. `nu_amax` is that of the new v."""
     if MU.is_integer:
         direction = m * rsqrt(tl.maximum(v, smallest_second(nu_amax, NU)[:, None]), FAST)
-        codes, amax, k16 = encode_integers(
+        codes, amax, x16 = encode_integers(
             direction, noise, stochastic_below, MU.rounding != "nearest", FAST
         )
     else:
-        codes, amax, k16 = encode(tl.abs(m), noise, MU, FAST)
+        codes, amax, x16 = encode(tl.abs(m), noise, MU, FAST)
         codes = copysign(codes, m)
-    return codes, amax, k16
+    return codes, amax, x16
 
 
 @triton.jit
@@ -89,9 +89,9 @@ def smallest_second(amax, NU: tl.constexpr):
 
 
 @triton.jit
-def decode_root(codes, amax, k16, FAST: tl.constexpr):
+def decode_root(codes, amax, x16, FAST: tl.constexpr):
     """The square roots of numbers that are stored as logarithms."""
-    half = 0.5 * reciprocal(k16.to(tl.float32), FAST)
+    half = 0.5 * reciprocal(x16.to(tl.float32), FAST)
     offset = 0.5 * log2(amax, FAST) - 255.0 * half
     root = exp2(codes * half[:, None] + offset[:, None], FAST)
     return tl.where(codes == 0.0, 0.0, root)
@@ -100,12 +100,12 @@ def decode_root(codes, amax, k16, FAST: tl.constexpr):
 @triton.jit
 def encode_logarithms(x, noise, FORMAT: tl.constexpr, FAST: tl.constexpr):
     """The codes of non-negative numbers as logarithms; amax; 16 k."""
-    amax, log2_amax, k16 = fit(x, FORMAT, FAST)
-    exact = 255.0 - k16[:, None] * (log2_amax[:, None] - log2(x, FAST))
+    amax, log2_amax, x16 = fit(x, FORMAT, FAST)
+    exact = 255.0 - x16[:, None] * (log2_amax[:, None] - log2(x, FAST))
     if FORMAT.rounding != "nearest":
         noise = noise.to(tl.float32, bitcast=True) - 128.0
         fraction = exact - floor_positive(exact, FAST)
-        bend = 0.34657359027997264 * reciprocal(k16, FAST)  # log(2) / 2k
+        bend = 0.34657359027997264 * reciprocal(x16, FAST)  # log(2) / 2k
         rounded = exact - (fraction - fraction * fraction) * bend[:, None]
     else:
         noise = 0.5
@@ -115,10 +115,10 @@ def encode_logarithms(x, noise, FORMAT: tl.constexpr, FAST: tl.constexpr):
     # occurs only at the smallest k.
     LARGEST: tl.constexpr = 8.507059173023462e37  # 2^126: times this, any normal number is >= 1
     per_smallest = tl.where(
-        k16 > FORMAT.fit.min_steps, LARGEST, reciprocal(amax * FORMAT.smallest_second, FAST)
+        x16 > FORMAT.fit.min_steps, LARGEST, reciprocal(amax * FORMAT.smallest_second, FAST)
     )
     least = tl.where(x * per_smallest[:, None] + noise >= 1.0, 1, 0)
-    return tl.where(exact >= 1.0, codes, least), amax, k16
+    return tl.where(exact >= 1.0, codes, least), amax, x16
 
 
 @triton.jit
@@ -133,9 +133,9 @@ def encode_integers(x, noise, stochastic_below, STOCHASTIC: tl.constexpr, FAST: 
         noise = tl.where(tl.abs(exact) < stochastic_below, noise, 0.5)
     else:
         noise = 0.5
-    k16 = tl.full(amax.shape, 16, tl.int32)
+    x16 = tl.full(amax.shape, 16, tl.int32)
     codes = last_byte(floor_to_bits(exact + noise, FAST))
-    return codes, amax, k16
+    return codes, amax, x16
 
 
 @triton.jit

@@ -15,12 +15,12 @@ from coat_jax.kernels.triton.noise import noise_bits
 
 
 @triton.jit
-def load_moment(codes, amax, k16, group, group_mask, mask, LARGEST: tl.constexpr,
+def load_moment(codes, amax, x16, group, group_mask, mask, LARGEST: tl.constexpr,
                 FORMAT: tl.constexpr, FAST: tl.constexpr):  # fmt: skip
     """The values of a block, in the dtype of amax. The largest of a group is exact."""
     q = load_codes(codes, mask, FORMAT)
     largest = tl.load(amax + group, mask=group_mask, other=0.0).to(tl.float32)
-    steps = tl.load(k16 + group, mask=group_mask, other=16)
+    steps = tl.load(x16 + group, mask=group_mask, other=16)
     one = tl.full(largest.shape, 1.0, tl.float32)
     share = decode(q, one, steps, 0.0, FORMAT, FAST)
     share = tl.where(tl.abs(q) == FORMAT.fp8.max, 1.0, share)
@@ -37,7 +37,7 @@ def narrow(x, dtype: tl.constexpr, LARGEST: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def read_moment(
-    layout, codes, amax, k16, values,
+    layout, codes, amax, x16, values,
     GROUP: tl.constexpr, GROUPS_PER_BLOCK: tl.constexpr, WHOLE: tl.constexpr, FULL: tl.constexpr,
     JUMPS: tl.constexpr, FIELD: tl.constexpr,
     LARGEST: tl.constexpr, FORMAT: tl.constexpr, FAST: tl.constexpr,
@@ -47,13 +47,13 @@ def read_moment(
         tl.program_id(0), layout, GROUP, GROUPS_PER_BLOCK, WHOLE, FULL, FIELD
     )
     here = start + offsets
-    decoded = load_moment(codes + here, amax, k16, group, group_mask, mask, LARGEST, FORMAT, FAST)
+    decoded = load_moment(codes + here, amax, x16, group, group_mask, mask, LARGEST, FORMAT, FAST)
     tl.store(values + here, decoded, mask=mask)
 
 
 @triton.jit
 def rewrite_moment(
-    key, layout, new, codes, amax, k16, codes_out, amax_out, k16_out,
+    key, layout, new, codes, amax, x16, codes_out, amax_out, x16_out,
     GROUP: tl.constexpr, GROUPS_PER_BLOCK: tl.constexpr, WHOLE: tl.constexpr, FULL: tl.constexpr,
     JUMPS: tl.constexpr, FIELD: tl.constexpr,
     LARGEST: tl.constexpr, FORMAT: tl.constexpr, FAST: tl.constexpr,
@@ -64,7 +64,7 @@ def rewrite_moment(
     )
     here = start + offsets
     x = tl.load(new + here, mask=mask, other=0.0).to(tl.float32)
-    old = load_moment(codes + here, amax, k16, group, group_mask, mask, LARGEST, FORMAT, FAST)
+    old = load_moment(codes + here, amax, x16, group, group_mask, mask, LARGEST, FORMAT, FAST)
     changed = tl.max((old.to(tl.float32) != x).to(tl.int32), axis=1) == 1
     # An infinity becomes the largest number. NaN stays.
     magnitude = tl.minimum(tl.abs(x), 3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
@@ -74,7 +74,7 @@ def rewrite_moment(
         noise, _ = noise_bits(
             tl.load(key), number, FORMAT.noise_base, FORMAT.noise_base, GROUP, FAST
         )
-    fresh, fresh_amax, fresh_k16 = encode(magnitude, noise, FORMAT, FAST)
+    fresh, fresh_amax, fresh_x16 = encode(magnitude, noise, FORMAT, FAST)
     # A group that is nowhere negative may be divided by, and must not be rounded to zero.
     positive = tl.min((x >= 0.0).to(tl.int32), axis=1) == 1
     divisor = positive[:, None] & (magnitude >= 1.1754943508222875e-38)
@@ -85,4 +85,4 @@ def rewrite_moment(
     tl.store(codes_out + here, fresh, mask=mask & changed[:, None])
     fresh_amax = narrow(fresh_amax, amax_out.dtype.element_ty, LARGEST, FAST)
     tl.store(amax_out + group, fresh_amax, mask=group_mask)
-    tl.store(k16_out + group, fresh_k16.to(tl.uint8), mask=group_mask)
+    tl.store(x16_out + group, fresh_x16.to(tl.uint8), mask=group_mask)

@@ -39,7 +39,7 @@ def require_hyper(hyper: Hyper) -> None:
         require_number_or_schedule(name, getattr(hyper, name))
 
 
-def require_lasting(hyper: Hyper, storage: Storage, params: Any) -> None:
+def require_b2_for_b1(hyper: Hyper, storage: Storage, params: Any) -> None:
     """Raises if a first moment that is stored as m / sqrt(v) lasts too much longer than v."""
     b1, b2 = _known(hyper.b1), _known(hyper.b2)
     if b1 is None or b2 is None or storage.first != DIRECTION or b2 >= least_b2(b1):

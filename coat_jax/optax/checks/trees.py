@@ -170,7 +170,8 @@ def require_moments(
 def require_stored(name: str, stored: Expanded, storage: Storage) -> None:
     """Raises unless a compressed leaf has the format and group size of `storage`."""
     groups = scales_shape(stored.codes.shape, storage.group_size)
-    if stored.codes.dtype != storage.other or {stored.amax.shape, stored.k16.shape} != {groups}:
+    shapes = {stored.amax.shape, stored.exponent_x16.shape}
+    if stored.codes.dtype != storage.other or shapes != {groups}:
         raise ValueError(
             f"The state's {name} is {stored.codes.dtype} with scales {list(stored.amax.shape)}, "
             f"but its Storage asks for {jnp.dtype(storage.other)} with scales {list(groups)}. It "

@@ -72,9 +72,9 @@ from coat_jax.storage import Storage
 class ScaleByFP8MuonState(NamedTuple):
     """The state of `scale_by_fp8_muon`: trees of arrays, whose leaves are sharded like parameters.
 
-    mu holds three trees: codes (8 bits, the shape of the parameter), amax (FP32) and k16 (uint8,
-    not used), the latter two with one number per group along the last axis. See `Storage` for
-    leaves in FP32. columns (FP32) has the number by which each column was divided before it was
+    mu holds three trees: codes (8 bits, the shape of the parameter), amax (FP32) and exponent_x16
+    (uint8, not used), the latter two with one number per group along the last axis. See `Storage`
+    for leaves in FP32. columns (FP32) has the number by which each column was divided before it was
     stored; its axes along a column have size 1.
     """
 

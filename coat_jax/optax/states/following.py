@@ -15,7 +15,7 @@ import optax
 from coat_jax.optax.masks import is_left_out
 
 
-def followed_params(state: Any, params: optax.Params) -> list[Any]:
+def param_of_leaf(state: Any, params: optax.Params) -> list[Any]:
     """For each leaf of `state` the parameter that it follows, or None."""
     leaves = jax.tree.leaves(optimized(params))
     return [None if i is None else leaves[i] for i in followed_indices(state, params)]

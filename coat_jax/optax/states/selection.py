@@ -25,7 +25,7 @@ import optax
 
 from coat_jax.numerics.expansion import Expanded
 from coat_jax.optax.checks.trees import dtype_of, is_fp8, require_real_float
-from coat_jax.optax.states.following import followed_params, optimized
+from coat_jax.optax.states.following import optimized, param_of_leaf
 from coat_jax.storage import Storage
 
 # States that are subtracted from nearly equal numbers, with their descriptions for the error.
@@ -63,7 +63,7 @@ def select_moments(
     chosen, refused = [], []
     for (path, leaf), param, from_values, read in zip(
         jax.tree.leaves_with_path(state),
-        followed_params(state, params),
+        param_of_leaf(state, params),
         depends_on_values(init, params),
         _within(WITHOUT_MOMENTS, state),
         strict=True,

@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from coat_jax.numerics import mesh_axes
 from coat_jax.numerics.expansion import GROUP_SIZE
-from coat_jax.optax.states.following import followed_params
+from coat_jax.optax.states.following import param_of_leaf
 from coat_jax.optax.states.host_memory import host_sharding, is_on_host
 from coat_jax.storage import GROUP_SIZES, Storage
 
@@ -46,7 +46,7 @@ def state_shardings(tx: optax.GradientTransformation, params: optax.Params) -> A
         NamedSharding(mesh, PartitionSpec())
         if param is None or len(param.shape) != len(leaf.shape)
         else sharding_like(param, leaf.shape)
-        for leaf, param in zip(leaves, followed_params(state, params), strict=True)
+        for leaf, param in zip(leaves, param_of_leaf(state, params), strict=True)
     ]
     placed = [
         host_sharding(sharding) if is_on_host(leaf) else sharding

@@ -186,7 +186,7 @@ REFUSED = [
     (lambda: compress(optax.lion), TypeError, r"compress takes an optax transformation"),
     (lambda: compress(None), TypeError, r"compress takes an optax transformation"),
     # Named without the addresses of their functions.
-    (lambda: compress(fused_fp8_adamw(1e-3)), TypeError, r"not a FusedOptimizer\. It is a whole"),
+    (lambda: compress(fused_fp8_adamw(1e-3)), TypeError, r"not a InPlaceOptimizer\. It is a whole"),
     (host_memory_of_a_chain, UserError, r"its own, not a GradientTransformationExtraArgs\. Make"),
     (lambda: stochastic_round_updates("0"), TypeError, SEED),
     (lambda: stochastic_round_updates(True), TypeError, SEED),

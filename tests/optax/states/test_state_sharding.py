@@ -146,9 +146,9 @@ def test_the_state_is_sharded_as_its_parameters(which, shape, kind):
         if leaf.ndim:
             assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
     if which == "chain":  # scales are sharded with their groups
-        amax, k16 = eager[0].mu.amax["matrix"], eager[0].nu.k16["cube"]
+        amax, exponent_x16 = eager[0].mu.amax["matrix"], eager[0].nu.exponent_x16["cube"]
         assert (amax.shape, amax.sharding.shard_shape(amax.shape)) == ((64, 8), (32, 2))
-        assert k16.sharding.shard_shape((8, 4, 4)) == (8, 1, 2)
+        assert exponent_x16.sharding.shard_shape((8, 4, 4)) == (8, 1, 2)
 
 
 def test_state_shardings_need_placed_parameters():

@@ -64,9 +64,9 @@ def test_accumulated_gradients_are_in_fp32_besides():
     """And what is written in place of an argument takes nothing."""
     model = {"layers": 1, "dtype": jnp.float32}
     config = small(model=model, optimizer={"name": "adamw"}, gradient_accumulation_steps=4)
-    in_parts = account(config, program=COMPILED)
-    assert in_parts.gradients == 2 * in_parts.parameters
-    assert in_parts.peak == 100 + 30 + 90 - 80
+    partitioned = account(config, program=COMPILED)
+    assert partitioned.gradients == 2 * partitioned.parameters
+    assert partitioned.peak == 100 + 30 + 90 - 80
 
 
 @pytest.mark.parametrize("tied", [False, True])

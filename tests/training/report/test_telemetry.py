@@ -100,10 +100,10 @@ def test_numbers_depend_neither_on_parts_nor_on_the_mesh_nor_on_scanning():
     (batch,) = random_batches(1)
     batch.labels[8:, 1:] = -100
     whole, _ = recorded_of_no_change(small(model=WIDE, telemetry=EVERY_STEP), batch=batch)
-    in_parts = small(
+    partitioned = small(
         model=WIDE | {"scan": True}, telemetry=EVERY_STEP, gradient_accumulation_steps=2
     )
-    found, _ = recorded_of_no_change(in_parts, (2, 2, 2), batch)
+    found, _ = recorded_of_no_change(partitioned, (2, 2, 2), batch)
     assert set(found) == set(whole)
     for key, value in whole.items():
         atol = 1.0 if key.endswith(("input/headroom", "gradient/headroom")) else 0.01

@@ -7,7 +7,7 @@ import pytest
 
 import coat_jax as coat
 from coat_jax.optax import in_host_memory
-from coat_jax.optax.in_parts import offload
+from coat_jax.optax.partitioned import offload
 
 pytestmark = [
     pytest.mark.gpu,

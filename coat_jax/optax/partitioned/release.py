@@ -22,8 +22,8 @@ from jaxtyping import Array, Float
 
 from coat_jax.kernels.adam import Number
 from coat_jax.optax.clipping import global_norm
-from coat_jax.optax.fused import FusedOptimizer, require_step
-from coat_jax.optax.in_parts.parts import Parts
+from coat_jax.optax.fused import InPlaceOptimizer, require_step
+from coat_jax.optax.partitioned.parts import Parts
 from coat_jax.validation import brief
 
 
@@ -60,7 +60,7 @@ class Stepped(NamedTuple):
 
 
 def step_by_stages(
-    optimizer: FusedOptimizer,
+    optimizer: InPlaceOptimizer,
     stages: Sequence[Stage],
     params: optax.Params,
     state: Any,

@@ -19,16 +19,16 @@ from jaxtyping import Array
 from coat_jax.errors import UserError
 from coat_jax.kernels.adam import Number
 from coat_jax.optax.checks.trees import require_same_shapes
-from coat_jax.optax.fused import FusedOptimizer, require_step
-from coat_jax.optax.in_parts.parts import Parts
-from coat_jax.optax.states.following import followed_params
+from coat_jax.optax.fused import InPlaceOptimizer, require_step
+from coat_jax.optax.partitioned.parts import Parts
+from coat_jax.optax.states.following import param_of_leaf
 from coat_jax.optax.states.host_memory import is_on_host, place_on_host
 
 SMALL = 2**16  # bytes of an array that is not worth a copy
 PART = 2**27  # the fewest bytes of a part: copies of many arrays start at once
 
 
-def in_host_memory(optimizer: FusedOptimizer) -> FusedOptimizer:
+def in_host_memory(optimizer: InPlaceOptimizer) -> InPlaceOptimizer:
     """Keeps the large arrays of an optimizer's state in the memory of the host.
 
     The results are those of `optimizer`. The step copies one part of the state at a time to the
@@ -60,7 +60,7 @@ def in_host_memory(optimizer: FusedOptimizer) -> FusedOptimizer:
         leaves, structure = jax.tree.flatten(state)
         placed = [
             place_on_host(leaf) if _is_large(leaf, param) else leaf
-            for leaf, param in zip(leaves, followed_params(state, params), strict=True)
+            for leaf, param in zip(leaves, param_of_leaf(state, params), strict=True)
         ]
         return jax.tree.unflatten(structure, placed)
 
@@ -88,7 +88,7 @@ def in_host_memory(optimizer: FusedOptimizer) -> FusedOptimizer:
             parts.update(part, updated)
         return parts.whole()
 
-    return FusedOptimizer(init, step)
+    return InPlaceOptimizer(init, step)
 
 
 def _refuse_lookahead(params: optax.Params) -> None:

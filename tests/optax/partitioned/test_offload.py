@@ -14,7 +14,7 @@ from steps import assert_equal, normal
 import coat_jax as coat
 from coat_jax.errors import UserError
 from coat_jax.optax import Stage, in_host_memory
-from coat_jax.optax.in_parts import offload
+from coat_jax.optax.partitioned import offload
 from coat_jax.optax.states import host_memory
 from coat_jax.telemetry.moments import moment_sums
 
@@ -68,7 +68,8 @@ def test_large_arrays_stay_in_host_memory_and_a_compiled_step_rounds_alike():
     for number in range(2):
         for moment in kinds(state.mu), kinds(state.nu):
             assert moment.codes["a"] == moment.codes["b"]["w"] == "pinned_host"
-            assert moment.amax["a"] == moment.k16["a"] == moment.codes["b"]["small"] == "device"
+            on_device = moment.amax["a"], moment.exponent_x16["a"], moment.codes["b"]["small"]
+            assert set(on_device) == {"device"}
         if not number:
             params, state = step(params, tree(1), state)
             assert_equal(state.mu.codes, of_plain.mu.codes)
