@@ -3,14 +3,15 @@
 #   make test PYTHON=python3.12 VENV=.venv312      another Python, in an environment of its own
 #   make test TESTS=tests/optax                    some of the tests
 #   make test CASES=                               all cases of the tests that take long, too
-#   make compiled SOME=--one-case=of-all           one case of each test
+#   make compiled SOME=--cases=last-of-others      one case of each test, costly ones left out
 #   make gpu CUDA=cuda12                           another release of CUDA
 
 PYTHON ?= python3
 CUDA ?= cuda13
-CASES ?= --one-case=of-costly
+CASES ?= --cases=last-of-costly
 VENV ?= .venv
 python := $(VENV)/bin/python
+comma := ,
 pytest := $(python) -m pytest -n auto --maxprocesses 8 --dist worksteal --durations=20
 
 # Tests start dozens of processes. Each takes twice as long to import JAX if Python may not keep the
@@ -61,12 +62,12 @@ clean:  ## remove the environment, caches, and out/ with its runs
 	rm -rf $(VENV) out build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find coat_jax experiments tests -name __pycache__ -prune -exec rm -rf {} +
 
-# Installs one set of extras; again only when what it depends on changes. Python compiles modules
+# Installs some extras, as in .venv/test,docs.stamp; again only when what it depends on changes. Python compiles modules
 # when they are first imported: most of the large libraries' never are.
 $(VENV)/%.stamp: pyproject.toml constraints.txt | $(python)
 	$(python) -m pip install --quiet --no-compile --disable-pip-version-check \
 	  -c constraints.txt -e '.[$*]'
-	@touch $@
+	@touch $@ $(patsubst %,$(VENV)/%.stamp,$(subst $(comma), ,$*))
 
 $(python):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

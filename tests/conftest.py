@@ -83,12 +83,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="a test or module that would be skipped fails: for suites that are run on purpose",
     )
     parser.addoption(
-        "--one-case",
-        choices=("of-costly", "of-all"),
-        help="of a test with parameters only the last case runs: of those that are marked costly, "
-        "or of all. Lists begin with the plainest case",
+        "--cases",
+        choices=("last-of-costly", "rest-of-costly", "last-of-others"),
+        help="which cases of tests with parameters run: of those marked costly the last one alone, "
+        "or the others and no other test; or the last one of each test that is not costly. Lists "
+        "begin with the plainest case",
     )
-    parser.addoption("--no-costly", action="store_true", help="tests marked costly do not run")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -128,14 +128,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)  # of the cases that -m and -k have chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    which, no_costly = config.getoption("--one-case"), config.getoption("--no-costly")
+    which = config.getoption("--cases")
     last = {item.nodeid.partition("[")[0]: item for item in items}
 
     def is_left_out(item: pytest.Item) -> bool:
         costly = item.get_closest_marker("costly") is not None
-        is_other_case = item is not last[item.nodeid.partition("[")[0]]
-        asked_for_one = which == "of-all" or (which == "of-costly" and costly)
-        return (no_costly and costly) or (asked_for_one and is_other_case)
+        is_last = item is last[item.nodeid.partition("[")[0]]
+        chosen = {
+            "last-of-costly": is_last or not costly,
+            "rest-of-costly": costly and not is_last,
+            "last-of-others": is_last and not costly,
+        }
+        return not chosen.get(which, True)
 
     left_out = {item for item in items if is_left_out(item)}
     config.hook.pytest_deselected(items=list(left_out))

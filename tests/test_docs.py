@@ -39,7 +39,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
 SETTING = re.compile(r"[A-Z_]+=")  # of the environment, before a command
-WITH_EXAMPLES = [page for page in PAGES if "```python" in page.read_text()]
+WITH_EXAMPLES = [page for page in reversed(PAGES) if "```python" in page.read_text()]
 MODULES = sorted(
     m.name
     for m in pkgutil.walk_packages(coat_jax.__path__, "coat_jax.")
@@ -60,6 +60,7 @@ def activations_stay() -> Iterator[None]:
         yield
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=lambda page: page.name)
 def test_examples_of_a_page_run_in_order(
     page: Path,

@@ -102,6 +102,7 @@ def outputs_and_gradients(op, arrays):
     return results, gradients
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", CASES)
 def test_ops_compute_the_same_and_results_are_sharded_like_their_arguments(name):
     op, arrays, specs, wanted = CASES[name]

@@ -199,6 +199,7 @@ def in_16_bits(dtype):
     }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("name", in_16_bits(jnp.bfloat16))
 def test_results_and_gradients_have_the_dtype_of_their_arrays(name, dtype):

@@ -27,6 +27,7 @@ pytestmark = [
 TEXTS = 72  # with FEW_ROWS of them or fewer, FP8 codes are multiplied in BF16
 
 
+@pytest.mark.costly
 def test_every_projection_multiplies_codes():
     """Seven of each layer, for prompts and for what follows; each layer has a scheme of its own."""
     kinds = list(itertools.product(("int8", "fp8"), ("static", "dynamic")))

@@ -14,10 +14,9 @@ import pytest
 
 pytest.importorskip("jax_triton")
 from hopper import can_compile_for_hopper, kernel_calls, timeline
-from small_model import SMALL
 
 from coat_jax.training.cluster.mesh import NAMES
-from coat_jax.training.config import OptimizerConfig, TelemetryConfig, TrainConfig
+from coat_jax.training.config import TelemetryConfig
 from coat_jax.training.config_files import load_config
 from coat_jax.training.report import telemetry
 from coat_jax.training.setup import prepare
@@ -91,62 +90,46 @@ def test_llama2_7b_fits_80_gb_at_two_sequences_a_gpu_and_moves_fp8():
         assert math.prod(shape) <= 64 * 2 * 4096, (dtype, shape)  # scales of norms, all layers
 
 
-def test_weights_of_int8_products_are_gathered_in_int8_and_again_in_fp8():
-    """For the forward and the backward pass; between them the largest element of each column."""
+@pytest.mark.costly
+def test_four_gpus_move_weights_in_8_bits_and_what_is_summed_in_16():
+    """With INT8 forward products, the head by itself, and parameters in BF16."""
     how = {"batch": 8, "sequence": 2048, "layers": 2, "precision": "coat_int8"}
     program, _, _ = compiled("llama2_7b:one_gpu", (1, 4, 1), **how)
-    gathered = moved(program, "all-gather")
+    text, gathered = program.as_text(), moved(program, "all-gather")
+    # In INT8 for the forward pass, again in FP8 for the backward pass; between them the largest
+    # element of each column.
     matrices = {(4096, 4096), (4096, 11008)}
     for dtype in ("s8", "f8e4m3fn"):
         assert matrices <= {shape[-2:] for d, shape in gathered if d == dtype}
     for dtype, shape in gathered:
         if dtype not in ("s8", "f8e4m3fn", "s32"):
             assert 32000 in shape or len(shape) == 1, (dtype, shape)
-
-
-def test_the_head_is_gathered_and_its_gradient_reduced_once_and_in_16_bits():
-    """Not in each chunk of the loss; without accumulation, whose sums are in FP32."""
-    program, _, _ = compiled("llama2_7b", (1, 4, 1), batch=8, sequence=2048, layers=2)
-    pattern = r"= (.*) (all-gather|reduce-scatter|all-reduce)(?:-start)?\("
-    results = re.findall(pattern, program.as_text())
+    # The head is gathered and its gradient reduced once, not in each chunk of the loss.
+    results = re.findall(r"= (.*) (all-gather|reduce-scatter|all-reduce)(?:-start)?\(", text)
     of_head = [(kind, types) for types, kind in results if "4096,32000]" in types]
     assert [kind for kind, _ in of_head] == ["all-gather", "reduce-scatter"], of_head
     assert all("f32[" not in types for _, types in of_head), of_head
-
-
-def test_the_gradient_of_the_embedding_is_summed_in_32_bits_and_moved_in_16():
-    """Also where parameters are in BF16."""
-    program, _, _ = compiled("llama2_7b:one_gpu", (1, 4, 1), batch=4, sequence=2048, layers=1)
-    text = program.as_text()
+    # The gradient of the embedding is summed in FP32.
     assert re.findall(r"= (\w+\[[\d,]+\])\S* scatter\(", text) == ["f32[32000,1024]"]
     moves = [line for line in text.splitlines() if " all-to-all-start(" in line]
     assert moves
     assert not any("f32[" in line for line in moves), moves
 
 
+@pytest.mark.costly
 def test_llama2_7b_is_sharded_in_four_by_tensor_parallelism():
-    """Its hidden width, 11008, is 86 times 128: no multiple of four GPUs."""
-    program, memory, _ = compiled("llama2_7b", (1, 1, 4), batch=8, sequence=2048)
+    """Its hidden width, 11008, is 86 times 128: no multiple of four GPUs. Nor are two key heads."""
+    how = {"batch": 8, "sequence": 2048, "kv_heads": 2}
+    program, memory, _ = compiled("llama2_7b", (1, 1, 4), **how)
     assert memory.peak < 30 * GB
     # Weights for casts, and for the optimizer with its codes, whose groups are not whole.
     for dtype, shape in moved(program, "all-gather"):
         assert dtype in ("f8e4m3fn", "bf16", "s8", "u8"), (dtype, shape)
         assert 2048 not in shape, (dtype, shape)
-
-
-def test_two_key_heads_are_trained_on_four_gpus():
-    """Cut by tensor parallelism, which cannot give each GPU a key head of its own."""
-    config = TrainConfig(
-        model=dataclasses.replace(SMALL, precision="coat"),
-        optimizer=OptimizerConfig(),
-        total_steps=10,
-        global_batch_size=4,
-        sequence_length=32,
-    )
-    program, _, _ = compile_step(config, (1, 1, 4))
     assert "__cudnn$fmha" in program.as_text()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("function", "fits"), [("config", True), ("bf16", False)])
 def test_llama_30b_fits_four_gpus_of_141_gb_in_coat_alone(function, fits):
     """With four sequences of 2048 tokens on each."""
@@ -154,32 +137,7 @@ def test_llama_30b_fits_four_gpus_of_141_gb_in_coat_alone(function, fits):
     assert (memory.peak < 141 * GB) == fits
 
 
-def test_a_step_takes_gradients_and_activations_and_no_copy_of_its_state():
-    """Though a step that is not finite changes nothing."""
-    program, memory, state = compiled("llama2_7b:one_gpu", (4, 1, 1), **TWO_LAYERS)
-    used = program.memory_analysis()
-    leaves = jax.tree.leaves(state)
-    assert used.alias_size_in_bytes >= sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    assert used.temp_size_in_bytes < 1.25 * (memory.gradients + memory.activations)
-
-
-def test_released_gradients_take_no_memory():
-    """All that is left of them are those of the head, summed in FP32 by the loss, in its stage."""
-    used = {}
-    for release in (False, True):
-        how = {"batch": 4, "optimizer": optimizer(release_gradients=release), **UNROLLED}
-        program, memory, state = compiled("llama2_7b:one_gpu", (1, 1, 1), **how)
-        used[release] = program.memory_analysis()
-        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-        assert used[release].alias_size_in_bytes >= size
-    model = changed("llama2_7b:one_gpu", **how).model
-    head = model.vocab * model.width
-    freed = used[False].temp_size_in_bytes - used[True].temp_size_in_bytes
-    assert freed > memory.gradients - (4 + 2 + 2) * head
-
-
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 4, 1)], ids=str)
-def test_moments_in_host_memory_move_beside_the_backward_pass(sizes):
+def require_moments_move_beside_products(sizes):
     """Of all layers at most two are on the device; in each layer's products both ways are used."""
     used, programs = {}, {}
     for offloads in (False, True):
@@ -199,18 +157,43 @@ def test_moments_in_host_memory_move_beside_the_backward_pass(sizes):
     assert "to host" not in " ".join(timeline(programs[False]))
 
 
-def test_telemetry_runs_the_kernels_of_the_step_in_no_more_memory(monkeypatch):
-    """It looks at the tensors of these kernels, and calls nothing back on the host."""
-    step, _, state = compiled("llama2_7b:one_gpu", (4, 1, 1), **TWO_LAYERS)
+@pytest.mark.costly
+def test_neither_released_gradients_nor_moments_in_host_memory_take_any_of_the_device():
+    """All that is left of gradients are those of the head, summed in FP32 by the loss."""
+    used = {}
+    for release in (False, True):
+        how = {"batch": 4, "optimizer": optimizer(release_gradients=release), **UNROLLED}
+        program, memory, state = compiled("llama2_7b:one_gpu", (1, 1, 1), **how)
+        used[release] = program.memory_analysis()
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+        assert used[release].alias_size_in_bytes >= size
+    model = changed("llama2_7b:one_gpu", **how).model
+    head = model.vocab * model.width
+    freed = used[False].temp_size_in_bytes - used[True].temp_size_in_bytes
+    assert freed > memory.gradients - (4 + 2 + 2) * head
+    require_moments_move_beside_products((1, 1, 1))  # whose other program is compiled already
+
+
+@pytest.mark.costly
+def test_four_gpus_move_their_moments_beside_products():
+    require_moments_move_beside_products((1, 4, 1))
+
+
+@pytest.mark.costly
+def test_a_step_copies_no_state_and_telemetry_takes_no_more_memory(monkeypatch):
+    """Though a step that is not finite changes nothing, and telemetry sees what kernels round."""
+    step, memory, state = compiled("llama2_7b:one_gpu", (4, 1, 1), **TWO_LAYERS)
+    of_step = step.memory_analysis()
+    leaves = jax.tree.leaves(state)
+    assert of_step.alias_size_in_bytes >= sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    assert of_step.temp_size_in_bytes < 1.25 * (memory.gradients + memory.activations)
     config = changed("llama2_7b:one_gpu", **TWO_LAYERS)
     config = dataclasses.replace(config, telemetry=TelemetryConfig(every=100))
     mesh = hopper_mesh((4, 1, 1), NAMES)
     monkeypatch.setattr(telemetry, "compiler_options", lambda config, mesh: OPTIONS)
     _, _, _, graph, state = prepare(config, mesh)
-    watching = telemetry.Telemetry(config, graph, state, mesh)
-    program = watching._collect
+    program = telemetry.Telemetry(config, graph, state, mesh)._collect
     # Of a layer: norms, activation, rotation and casts, forward and backward.
     assert kernel_calls(program) >= 12
     assert "callback" not in program.as_text()
-    used, of_step = program.memory_analysis(), step.memory_analysis()
-    assert used.temp_size_in_bytes < 1.1 * of_step.temp_size_in_bytes
+    assert program.memory_analysis().temp_size_in_bytes < 1.1 * of_step.temp_size_in_bytes
