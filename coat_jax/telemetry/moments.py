@@ -1,29 +1,17 @@
-"""Statistics of the moments that an optimizer stores in 8 bits.
-
-`moments` reads them from a state. `direction_error` is the error of Adam's direction, relative to
-the direction of FP32 moments that begin with the stored ones and receive the same gradients:
-
-    m' = b1 m + (1 - b1) g      v' = b2 v + (1 - b2) g^2      d = m' / (sqrt(v') + eps)
-
-    error = |d stored - d| / |d|, root mean squares
-
-Both directions are corrected for bias, and clipped to the largest that exact moments can give.
-"""
+"""Statistics of the moments that an optimizer stores in 8 bits."""
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from coat_jax.errors import UserError
-from coat_jax.kernels.adam import bias, largest_direction
 from coat_jax.numerics.expansion import STEPS, Expanded
 from coat_jax.numerics.formats import format_of
-from coat_jax.storage import Storage
 
 VALUE = "value"  # the attribute of an nnx.Variable
 FIELDS = ("codes", "amax", "exponent_x16")  # of what holds stored leaves: trees of one structure
@@ -139,12 +127,12 @@ def _split(path: Any, within: Any) -> tuple[str, tuple[str, ...]]:
         if isinstance(key, jax.tree_util.GetAttrKey) and key.name != VALUE
     ]
     if not fields:
-        return "".join(names_of(path)[-1:]), names_of(within)
+        return "".join(_names_of(path)[-1:]), _names_of(within)
     place = fields[-1]
-    return within[place].name, names_of(within[place + 1 :])
+    return within[place].name, _names_of(within[place + 1 :])
 
 
-def names_of(path: Any) -> tuple[str, ...]:
+def _names_of(path: Any) -> tuple[str, ...]:
     """The keys of a path, without the attribute that leads to an nnx.Variable's value."""
     names = [jax.tree_util.keystr((key,), simple=True) for key in path]
     return tuple(names[:-1] if names[-1:] == [VALUE] else names)
@@ -161,58 +149,3 @@ def _sums(stored: Expanded, layer_axes: int) -> Float[Array, "..."]:
         return jnp.mean(x.astype(jnp.float32), axis=tuple(range(layer_axes, x.ndim)))
 
     return jnp.stack([mean(codes == 0), mean(codes == tiny), mean(k)], axis=-1)
-
-
-# --- The error of a direction ----------------------------------------------------------------
-
-
-class Shadow(NamedTuple):
-    """Some rows of both moments of a leaf, in FP32."""
-
-    m: Float[Array, "*rows D"]
-    v: Float[Array, "*rows D"]
-
-
-class Decay(NamedTuple):
-    """Adam's hyperparameters that a direction depends on."""
-
-    b1: float
-    b2: float
-    eps: float
-
-
-def read_rows(storage: Storage, pair: Sequence[Expanded], rows: int) -> Shadow:
-    """The first rows of both stored moments of a parameter, in FP32."""
-    mu, nu = (Expanded(*(some_rows(array, rows) for array in stored)) for stored in pair)
-    return Shadow(*storage.read_moments(mu, nu))
-
-
-def some_rows(x: Float[Array, "..."], rows: int) -> Float[Array, "..."]:
-    """The first rows of the middle one of its matrices. Groups, along the last axis, stay whole."""
-    while x.ndim > 2:
-        x = x[x.shape[0] // 2]
-    return x[:rows] if x.ndim == 2 else x
-
-
-def next_shadow(shadow: Shadow, g: Float[Array, "*rows D"], decay: Decay) -> Shadow:
-    """The moments after a gradient."""
-    g = g.astype(jnp.float32)
-    b1, b2, _ = decay
-    m = b1 * shadow.m + (1 - b1) * g
-    return Shadow(m, b2 * shadow.v + (1 - b2) * jnp.square(g))
-
-
-def direction_error(
-    stored: Shadow, exact: Shadow, count: Int[Array, ""], decay: Decay
-) -> Float[Array, ""]:
-    """The error of a direction after `count` steps; 0 where both directions are zero."""
-    d, wanted = (_direction(shadow, count, decay) for shadow in (stored, exact))
-    off, whole = jnp.sum(jnp.square(d - wanted)), jnp.sum(jnp.square(wanted))
-    return jnp.where(off == 0, 0.0, jnp.sqrt(off / whole))
-
-
-def _direction(shadow: Shadow, count: Int[Array, ""], decay: Decay) -> Float[Array, "*rows D"]:
-    b1, b2, eps = decay
-    m, v = shadow.m / bias(b1, count), shadow.v / bias(b2, count)
-    limit = largest_direction(count, b1, b2, nesterov=False)
-    return jnp.clip(m / (jnp.sqrt(v) + eps), -limit, limit)

@@ -162,15 +162,13 @@ class _Run:
             program = self.programs.pop(self.step, program)
             microbatches = config.gradient_accumulation_steps
             batch = place(next(self.data), self.setup.mesh, microbatches=microbatches)
-            if telemetry is not None:
-                telemetry.begin(self.step + 1, self.state, batch)
+            if telemetry and (numbers := telemetry.measure(self.step + 1, self.state, batch)):
+                recorder.flush()
+                recorder.take_telemetry(self.step + 1, numbers, telemetry.warning(numbers))
+                recorder.pause(self.step)
             self.state, report = program(self.state, batch)
             self.step += 1
             recorder.take(self.step, report)
-            if telemetry is not None and (numbers := telemetry.end(self.step, self.state, report)):
-                recorder.flush()
-                recorder.take_telemetry(self.step, numbers, telemetry.warning(numbers))
-                recorder.pause(self.step)
             if self.metrics.failure is not None:
                 self.stop.request()
             stopped = self.stop.is_requested()

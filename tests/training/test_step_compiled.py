@@ -208,7 +208,7 @@ def test_telemetry_runs_the_kernels_of_the_step_in_no_more_memory(monkeypatch):
     monkeypatch.setattr(telemetry, "compiler_options", lambda config, mesh: OPTIONS)
     _, _, _, graph, state = prepare(config, mesh)
     watching = telemetry.Telemetry(config, graph, state, mesh)
-    program = watching._collect
+    program = watching._tensors
     # Of a layer: norms, activation, rotation and casts, forward and backward.
     assert kernel_calls(program) >= 12
     assert "callback" not in program.as_text()
