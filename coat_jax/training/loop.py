@@ -33,7 +33,6 @@ from coat_jax.training.report.telemetry import Telemetry
 from coat_jax.training.run_folder import RunFolder
 from coat_jax.training.setup import TrainSetup, compile_steps, prepare, require_same_model
 from coat_jax.training.step import State
-from coat_jax.writing import NotWritten
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,12 +73,7 @@ def train(config: TrainConfig, console: "Console | None" = None) -> Outcome:
         accounting.explaining_out_of_memory(config, batch_parts=batch_parts(mesh)),
         contextlib.ExitStack() as stack,
     ):
-        run = _Run(config, mesh, console, stack)
-        try:
-            return run.take_steps()
-        except NotWritten as error:
-            # The disk that was full for the records is so for the checkpoint of this stop, too.
-            raise (run.metrics.failure or error) from error.__cause__
+        return _Run(config, mesh, console, stack).take_steps()
 
 
 class _Run:
@@ -121,8 +115,6 @@ class _Run:
             writers=config.writers,
             config=resume_rules.to_json(config),
             resume_step=resume.step,
-            recorded=resume.recorded,
-            unwritten=resume.unwritten,
             note=say,
         )
         stack.callback(self.metrics.close)
@@ -185,7 +177,6 @@ class _Run:
             recorder.pause(self.step)
         recorder.flush()
         if self.metrics.failure is not None:
-            self.checkpoints.wait()
             raise self.metrics.failure
         stopped = stopped and self.step < config.total_steps
         return Outcome(self.step, recorder.loss, held_out, stopped)
@@ -193,13 +184,7 @@ class _Run:
     def _save(self, loss: float | None) -> None:
         """Saves a checkpoint; its records are on the disk before it."""
         self.metrics.sync()
-        resume = ResumeState(
-            self.step,
-            self.data.state(),
-            self.recorder.seconds,
-            self.metrics.recorded,
-            self.metrics.unwritten,
-        )
+        resume = ResumeState(self.step, self.data.state(), self.recorder.seconds)
         extra = resume_state.to_json(resume, self.setup.config)
         self.checkpoints.save(self.step, self.state, extra, loss=loss)
 
