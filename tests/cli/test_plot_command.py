@@ -25,16 +25,6 @@ def test_it_says_what_it_wrote(tmp_path, run, capsys):
     assert out.stat().st_size > 10_000
 
 
-def test_a_heat_map_is_added(tmp_path, run, capsys):
-    numbers = {f"fp8/layers/{i}/mlp/input/error": 0.02 for i in range(3)}
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 8, **numbers}) + "\n")
-    out = tmp_path / "fp8.png"
-    assert cli.main(["plot", str(run), "--fp8", "error", "--out", str(out)]) == 0
-    assert capsys.readouterr().out == f"{out}\n"
-    assert out.stat().st_size > 10_000
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

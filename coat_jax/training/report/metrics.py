@@ -117,7 +117,7 @@ def repair(path: Path, step: int, note: Callable[[str], object]) -> None:
     """Moves records of later steps, and lines that are no records, to metrics.removed.jsonl."""
     if not path.is_file():
         return
-    kept, removed = [], []
+    kept, removed = list[bytes](), list[bytes]()
     for line in path.read_bytes().splitlines():
         record = _parse(line)
         stays = record is not None and record["step"] <= step

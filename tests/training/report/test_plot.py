@@ -161,7 +161,7 @@ def test_there_is_a_picture_whatever_the_losses_are(tmp_path, losses, held_out):
     assert width > height > 500
 
 
-# --- A heat map of telemetry -----------------------------------------------------------------
+# --- A statistic of telemetry ----------------------------------------------------------------
 
 
 @pytest.fixture
@@ -172,36 +172,31 @@ def watched(tmp_path):
         for i, step in enumerate((10, 20), start=1):
             record = {"step": step, "fp8/norm/saved/error": 0.5 * i, "fp8/embed/mu/k": 2.0}
             for layer in range(3):
-                for place, tensor in enumerate(("attention/input", "mlp/gate/gradient")):
-                    name = f"fp8/layers/{layer}/{tensor}"
+                for place in range(9):
+                    name = f"fp8/layers/{layer}/mlp/${place}"
                     record[f"{name}/error"] = i * (10 * layer + place)
                     record[f"{name}/underflow"] = 0.0
             record["fp8/layers/0/mlp/gate/gradient/headroom"] = None
             file.write(json.dumps(record) + "\n")
-        file.write(json.dumps({"step": 30, "fp8/layers/1/mlp/input/error": 0.25}) + "\n")
+        file.write(json.dumps({"step": 30, "fp8/layers/1/mlp/$8/error": 0.25}) + "\n")
     return folder
 
 
-def test_a_heat_map_has_each_number_in_its_place(tmp_path, watched, figure):
-    """A tensor that a record lacks leaves a gap."""
+def test_the_panel_of_a_statistic_has_a_line_for_each_kind_of_tensor(tmp_path, watched, figure):
+    """The maximum over layers; the largest are named, and no two look alike."""
     draw([watched], tmp_path / "plot.png", statistic="error")
-    *_, axes, scale = figure().axes
-    rows = {
-        "norm/saved": [0.5, 1.0, math.nan],
-        "attention/input, layer 2": [20, 40, math.nan],
-        "mlp/gate/gradient, layer 2": [21, 42, math.nan],
-        "mlp/input, layer 1": [math.nan, math.nan, 0.25],
-    }
-    assert [label.get_text() for label in axes.get_yticklabels()] == list(rows)
-    (drawn,) = axes.collections
-    np.testing.assert_array_equal(drawn.get_array().filled(math.nan), list(rows.values()))
-    assert drawn.get_coordinates()[0, :, 0].tolist() == [0, 10, 20, 30]
-    assert scale.get_xlim() == (0, 42)
+    axes = figure().axes[-1]
+    assert axes.get_title(loc="left") == "error, the maximum over layers"
+    lines = [[*line.get_ydata()] for line in axes.lines]
+    assert lines == [[28, 56, 0.25], *([20 + n, 40 + 2 * n] for n in range(7, -1, -1)), [0.5, 1]]
+    named = [text.get_text() for text in axes.figure.legends[0].get_texts()]
+    assert named == [f"mlp/${n}" for n in range(8, 0, -1)]
+    assert len({(line.get_color(), line.get_linestyle()) for line in axes.lines}) == 10
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("statistic", ["underflow", "headroom", "k"])
-def test_there_is_a_heat_map_whatever_the_numbers_are(tmp_path, watched, statistic):
+def test_a_statistic_is_drawn_whatever_its_numbers_are(tmp_path, watched, statistic):
     """All zero, nothing finite, no tensor in a layer."""
     draw([watched], tmp_path / "plot.png", statistic=statistic)
     assert imread(tmp_path / "plot.png").size
