@@ -10,7 +10,6 @@ gathered weights, gradients of activations, the logits of a chunk.
 """
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -129,18 +128,13 @@ def table(memory: DeviceMemory) -> Table:
 def advice(config: TrainConfig, *, batch_parts: int) -> str:
     """Returns what to lower, the cheapest first, for the command line."""
     model, optimizer = config.model, config.optimizer
-    int8 = precision_of(model.precision).int8_forward
-    lean = dataclasses.replace(COAT_LEAN, int8_forward=int8)
-    saves_less = "--model.precision.attention_block 16" if int8 else "--precision coat_lean"
+    precision = precision_of(model.precision)
     divisible = config.microbatch > batch_parts
-    steps = 2 * config.gradient_accumulation_steps
-    divides = config.global_batch_size % (steps * batch_parts) == 0
-    more_steps = "--gradient_accumulation_steps" + (f" {steps}" if divides else "")
     remedies = {
         "--optimizer.name fp8_adamw": optimizer.name != "fp8_adamw",
         "--param_dtype bfloat16": model.param_dtype == jnp.float32,
-        saves_less: model.precision != lean,
-        more_steps: divisible and not optimizer.release_gradients,  # which needs one microbatch
+        "--precision coat_lean": precision != COAT_LEAN and not precision.int8_forward,
+        "more --gradient_accumulation_steps": divisible and not optimizer.release_gradients,
         f"a --global_batch_size under {config.global_batch_size}": divisible,
         "--remat layer_fp8": model.remat != "layer_fp8",
         "--optimizer.offload true": not optimizer.offload and optimizer.transformation is None,
