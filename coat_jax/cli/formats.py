@@ -24,6 +24,7 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
@@ -52,12 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     formats = f"formats to compare (default: {' '.join(FORMATS)})"
     add("--formats", nargs="+", default=FORMATS, metavar="FORMAT", help=formats)
     add("--over", choices=GRANULARITIES, default="channel", help=f"what shares a scale {default}")
-    add("--size", type=int, metavar="N", help="size of a group or block (default: 128)")
+    add("--size", type=int, default=128, metavar="N", help=f"size of a group or block {default}")
     add("--fit", choices=FITS, default="mse", help=f"how a scale's range is chosen {default}")
-    percentile = "for --fit percentile (default: 99.9)"
-    add("--percentile", type=float, metavar="P", help=percentile)
-    sample = f"elements of a matrix to round, in whole channels or rows; 0 for all {default}"
-    add("--sample", type=int, default=1 << 20, metavar="N", help=sample)
+    percentile = f"for --fit percentile {default}"
+    add("--percentile", type=float, default=99.9, metavar="P", help=percentile)
     add("--text", type=Path, metavar="FILE", help="a text, to measure activations and gradients on")
     add_count(parser, "--tokens", None, "tokens of the text (default: 512)")
     add("--tokenizer", metavar="FILE", help='a tokenizer.json, or "bytes", for --text')
@@ -68,20 +67,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measures each format on each tensor, and prints the tables."""
     of_text = (options.text is not None, "--text FILE")
-    effects = [
-        ("size", options.over in ("group", "block"), "--over group and --over block"),
-        ("percentile", options.fit == "percentile", "--fit percentile"),
-        *((name, *of_text) for name in ("tokens", "tokenizer")),
-    ]
-    require_effects(options, effects)
-    quantizers = _quantizers(options)
+    require_effects(options, [("tokens", *of_text), ("tokenizer", *of_text)])
+    settings = {name: getattr(options, name) for name in SETTINGS}
+    quantizers = _quantizers(options.formats, settings)
     formats = [quantizer.format for quantizer in quantizers]
     where = expand_user(options.where)
     weights.require_not_quantized(where, "A comparison of formats")
     config = weights.model_config(where)
     tokens = _tokens(options, config, formats) if options.text else []
     parameters = weights.parameters_of(where, config, step=options.step, note=note)
-    found = best_formats.weights(parameters, quantizers, sample=options.sample)
+    found = best_formats.weights(parameters, quantizers)
     err = Console(stderr=True)
     rows = track(found, "Measuring", console=err, transient=True, disable=not err.is_terminal)
     tables = {"weights": [*rows]}
@@ -89,12 +84,11 @@ def run(options: argparse.Namespace) -> int:
         load = partial(weights.load, where, step=options.step, note=note)
         tables["in_training"] = best_formats.in_training(load, config, formats, tokens)
     if options.json:
-        settings = {name: getattr(quantizers[0], name) for name in SETTINGS}
         listed = {
             name: [{**row._asdict(), "best": row.best} for row in rows]
             for name, rows in tables.items()
         }
-        head = {"model": str(options.where), "settings": settings | {"sample": options.sample}}
+        head = {"model": str(options.where), "settings": settings}
         print(json.dumps(head | listed, indent=2))
     else:
         for name, rows in tables.items():
@@ -102,11 +96,10 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _quantizers(options: argparse.Namespace) -> list[Quantizer]:
+def _quantizers(names: Sequence[str], settings: dict[str, Any]) -> list[Quantizer]:
     """Returns a quantizer for each format."""
-    given = {name: value for name in SETTINGS if (value := getattr(options, name)) is not None}
     try:
-        found = [Quantizer(format_named(name), axis=0, **given) for name in options.formats]
+        found = [Quantizer(format_named(name), axis=0, **settings) for name in names]
     except ValueError as error:
         raise UserError(str(error)) from None
     for quantizer in found:

@@ -50,7 +50,7 @@ def asked(capsys, *arguments):
 def test_the_numbers_are_the_quantizers(theirs, capsys):
     found = json.loads(asked(capsys, theirs, *FEW, "--json"))
     settings = {"over": "channel", "fit": "max", "size": 128, "percentile": 99.9}
-    assert found["settings"] == settings | {"sample": 1 << 20}
+    assert found["settings"] == settings
     rows = {row["tensor"]: row for row in found["weights"]}
     assert len(rows) == MATRICES
     gate, embed = MODEL.layers[0].mlp.gate, MODEL.embed
@@ -94,7 +94,8 @@ def test_a_sample_has_whole_channels_or_rows(theirs, monkeypatch, over):
     seen = []
     monkeypatch.setattr(best_formats, "_bits", lambda quantizer, x: seen.append(x) or 1.0)
     parameters = hf.read(theirs, weights.model_config(theirs))
-    rows = best_formats.weights(parameters, [Quantizer("INT8", over)], sample=3 * 32)
+    monkeypatch.setattr(best_formats, "SAMPLE", 3 * 32)
+    rows = best_formats.weights(parameters, [Quantizer("INT8", over)])
     (x,) = (x for row, x in zip(rows, seen, strict=False) if row.tensor == "layers.0.mlp.gate")
     gate = np.asarray(MODEL.layers[0].mlp.gate[...])
     np.testing.assert_array_equal(x, (gate.T if over == "channel" else gate)[::10])
@@ -129,8 +130,6 @@ def test_values_of_the_format_are_right_to_all_bits():
         ("MODEL --formats UE4M4", "UE4M4 has no sign, and weights have both signs."),
         ("MODEL --over group --size 0", "size"),
         ("MODEL --fit percentile --percentile 9", "percentile=9.0 must be above 50"),
-        ("MODEL --percentile 99", "--percentile is for --fit percentile: leave it out"),
-        ("MODEL --size 32", "--size is for --over group and --over block: leave it"),
         ("MODEL --tokens 9", "--tokens is for --text FILE: leave it out."),
         ("MODEL --step 3", "There is no step 3 in"),
         ("MODEL --text EMPTY", "empty.txt has 0 tokens: give 2 or more."),

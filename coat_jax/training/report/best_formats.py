@@ -30,6 +30,7 @@ from coat_jax.numerics.quantizer import AnyFormat, Quantizer, sqnr_bits
 from coat_jax.precision import Precision
 
 EXACT = 24.0  # the significant bits of FP32
+SAMPLE = 1 << 20  # elements of a matrix that are rounded, about
 EMBEDDING: Name = ("embed",)
 
 
@@ -46,16 +47,12 @@ class Row(NamedTuple):
         return max(self.bits, key=self.bits.__getitem__)
 
 
-def weights(
-    parameters: Parameters, quantizers: Sequence[Quantizer], *, sample: int
-) -> Iterator[Row]:
-    """Yields a `Row` for each matrix of a model.
+def weights(parameters: Parameters, quantizers: Sequence[Quantizer]) -> Iterator[Row]:
+    """Yields a `Row` for each matrix of a model, from SAMPLE elements of it.
 
     Args:
         parameters: of the model.
         quantizers: one for each format, with channels along axis 0.
-        sample: how many elements of a matrix are rounded, about, in whole channels or rows, whose
-            scales stay the same; 0 for all.
     """
     for name, one in arrange(parameters, scan=False).items():
         if len(one.shape) < 2:
@@ -64,7 +61,7 @@ def weights(
         # The channels of an embedding are its rows: one for each token.
         if quantizers[0].over == "channel" and name != EMBEDDING:
             x = x.T
-        x = x[:: max(1, x.size // sample) if sample else 1]
+        x = x[:: max(1, x.size // SAMPLE)]  # whole channels or rows: their scales stay the same
         _require_finite(dotted_name(name), x)
         bits = {q.format.name: float(_bits(q, x)) for q in quantizers}
         yield Row(dotted_name(name), one.shape, bits)
