@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import GetAttrKey
 from jaxtyping import Array, Float
 
 from coat_jax.errors import UserError
@@ -66,19 +67,17 @@ def moment_sums(state: Any, stacked: Collection[str] = ()) -> dict[str, Float[Ar
         stacked: names of parameters, or of trees of them, with a first axis over layers.
     """
     sums: dict[str, Array] = {}
-    for path, moment, stored in stored_leaves(state):
+    for path, moment, stored in _stored_leaves(state):
         by_layer = bool(path) and path[0] in stacked
-        name = "/".join([path[0], "*", *path[1:]] if by_layer else path)
-        full = "/".join(filter(None, (name, moment)))
-        names = itertools.chain([full], (f"{full}_{number}" for number in itertools.count(1)))
-        free = next(name for name in names if name not in sums)
+        names = [path[0], "*", *path[1:]] if by_layer else path
+        full = "/".join(filter(None, (*names, moment)))
+        numbered = (f"{full}_{number}" for number in itertools.count(1))
+        free = next(name for name in itertools.chain([full], numbered) if name not in sums)
         sums[free] = _sums(stored, 1 if by_layer else 0)
     return sums
 
 
-def report_moments(
-    sums: Mapping[str, Float[np.ndarray, "..."]],
-) -> dict[str, MomentStatistics]:
+def report_moments(sums: Mapping[str, Float[np.ndarray, "..."]]) -> dict[str, MomentStatistics]:
     """The statistics of sums on the host, with an entry for each layer."""
     return {
         name.replace("*", str(layer), 1): MomentStatistics(*map(float, row))
@@ -87,19 +86,20 @@ def report_moments(
     }
 
 
-def stored_leaves(state: Any) -> Iterator[tuple[tuple[str, ...], str, Expanded]]:
+def _stored_leaves(state: Any) -> Iterator[tuple[tuple[str, ...], str, Expanded]]:
     """The leaves of a state in 8 bits: the parameter's path, the moment's name, the arrays.
 
-    The only function here that knows how states are structured.
+    The only function here that knows how states are structured. 8-bit Adam has its moments as
+    fields, `mu` and `nu`, whose arrays are trees of parameters. In the codes of `compress` the
+    fields of the wrapped state lead to the parameters.
     """
 
     def holds(node: Any) -> bool:
         if isinstance(node, Mapping) and all(field in node for field in FIELDS):
-            # Fields cannot be told from parameters.
+            # As nnx.state(optimizer) makes it: its fields cannot be told from parameters.
             raise UserError(
-                f"The state has {', '.join(FIELDS)} as keys of a dict, as nnx.state(optimizer) "
-                "makes it. Pass the state as the optimizer made it: optimizer.opt_state of an "
-                "nnx.Optimizer."
+                f"The state has {', '.join(FIELDS)} as keys of a dict. Pass the state as the "
+                "optimizer made it: optimizer.opt_state of an nnx.Optimizer."
             )
         return all(hasattr(node, field) for field in FIELDS)
 
@@ -108,28 +108,15 @@ def stored_leaves(state: Any) -> Iterator[tuple[tuple[str, ...], str, Expanded]]
             continue
         trees = [jax.tree_util.tree_flatten_with_path(getattr(node, f))[0] for f in FIELDS]
         for (within, codes), (_, amax), (_, x16) in zip(*trees, strict=True):
-            if jnp.issubdtype(codes.dtype, jax.dtypes.prng_key):
+            is_key = jnp.issubdtype(codes.dtype, jax.dtypes.prng_key)
+            if is_key or jnp.dtype(codes.dtype).itemsize != 1:
                 continue
-            if jnp.dtype(codes.dtype).itemsize == 1:
-                moment, parameter = _split(path, within)
-                yield parameter, moment, Expanded(codes, amax, x16)
-
-
-def _split(path: Any, within: Any) -> tuple[str, tuple[str, ...]]:
-    """The moment's name, and the parameter's path.
-
-    8-bit Adam has its moments as fields, `mu` and `nu`, whose arrays are trees of parameters. In
-    the codes of `compress` the fields of the wrapped state lead to the parameters.
-    """
-    fields = [
-        place
-        for place, key in enumerate(within)
-        if isinstance(key, jax.tree_util.GetAttrKey) and key.name != VALUE
-    ]
-    if not fields:
-        return "".join(_names_of(path)[-1:]), _names_of(within)
-    place = fields[-1]
-    return within[place].name, _names_of(within[place + 1 :])
+            attributes = [i for i, key in enumerate(within) if isinstance(key, GetAttrKey)]
+            fields = [i for i in attributes if within[i].name != VALUE]
+            moment, parameter = "".join(_names_of(path)[-1:]), within
+            if fields:
+                moment, parameter = within[fields[-1]].name, within[fields[-1] + 1 :]
+            yield _names_of(parameter), moment, Expanded(codes, amax, x16)
 
 
 def _names_of(path: Any) -> tuple[str, ...]:
