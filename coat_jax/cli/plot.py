@@ -13,6 +13,7 @@ losses. An earlier picture is replaced. --fp8 is for one run alone.
 import argparse
 from pathlib import Path
 
+from coat_jax.cli.arguments import add_count
 from coat_jax.files import expand_user
 from coat_jax.printable import printable
 
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     axes = ("steps", "tokens", "time")
     add("--over", choices=axes, default="steps", help="the x axis (default: %(default)s)")
     mean = "each point is the mean of N records (default: a fiftieth, at least 10)"
-    add("--smooth", type=int, metavar="N", help=mean)
+    add_count(parser, "--smooth", None, mean)
     place = "default: plot.png in the run's folder; of several runs, beside the first one's folder"
     add("--out", type=Path, metavar="FILE.png", help=f"the picture ({place})")
     add("--names", nargs="+", default=(), metavar="NAME", help="names of the runs, in order")

@@ -34,6 +34,8 @@ def test_it_says_what_it_wrote(tmp_path, run, capsys):
             "A statistic of telemetry is drawn of one run, not of 2.",
         ),
         (["{run}", "--out", "plot.svg"], "plot.svg does not end in .png."),
+        (["{run}", "--smooth", "0"], "--smooth: 0 must be 1 or more"),
+        (["{run}", "{run}", "--names", "x"], "1 name for 2 runs: name all or none."),
         (["nowhere"], "There is no log of a run nowhere."),
         (["{run}", "--over", "time"], "has no losses over time: train the run, or plot it over st"),
         (["{run}", "--out", "{run}/no/folder/plot.png"], "No such file or directory"),

@@ -110,8 +110,6 @@ def draw(
     from matplotlib.figure import Figure
     from matplotlib.rcsetup import cycler
 
-    if smooth is not None and smooth < 1:
-        raise UserError(f"{smooth=} records have no mean: take 1 or more.")
     if out.suffix.lower() != ".png":
         raise UserError(f"{out} does not end in .png.")
     if statistic is not None and len(paths) > 1:

@@ -127,16 +127,6 @@ def test_names_are_shown_as_they_are(names, tmp_path, two, figure):
     assert not any(text.get_parse_math() for text in shown)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"smooth": 0}, "smooth=0 records"), ({"names": ["x"]}, "1 name for 2 runs")],
-)
-def test_bad_arguments_are_refused_before_anything_is_written(tmp_path, two, options, message):
-    with pytest.raises(UserError, match=message):
-        draw(two, tmp_path / "plot.png", **options)
-    assert not list(tmp_path.glob("plot.*"))
-
-
 def test_on_a_full_disk_the_earlier_picture_stays(two, tmp_path, monkeypatch):
     out = tmp_path / "plot.png"
     draw(two, out)
