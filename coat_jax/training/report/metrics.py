@@ -97,20 +97,9 @@ def append(path: Path, line: str) -> None:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the records of a metrics.jsonl; null is None.
-
-    A last line without its end is left out: it is being written, or the run was killed.
-    """
+    """Yields the records of a metrics.jsonl; null is None. A torn or damaged line is left out."""
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            record = _parse(line)
-            if record is not None:
-                yield record
-            elif line.endswith(b"\n"):
-                raise UserError(
-                    f"{path}:{number} is not a record, a JSON object that names its step. Resuming "
-                    "the run removes such lines."
-                )
+        yield from filter(None, map(_parse, file))
 
 
 def repair(path: Path, step: int, note: Callable[[str], object]) -> None:

@@ -227,18 +227,17 @@ def test_runs_have_their_folders_names_and_paths_where_these_are_alike(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "content",
     [
-        ("", "has no losses over steps"),
-        ('{"step": 1, "loss": 2', "has no losses over steps"),  # torn, with nothing before it
-        ('{"step": 1, "held_out_loss": 2}\n', "has no losses over steps"),
-        ('{"step": 1, "loss": 2}\n?\n', r"metrics\.jsonl:2 is not a record"),
-        ('{"loss": 2}\n', r"metrics\.jsonl:1 is not a record"),
+        "",
+        '{"step": 1, "loss": 2',  # torn, with nothing before it
+        '{"step": 1, "held_out_loss": 2}\n',
+        '{"loss": 2}\n?\n',
     ],
 )
-def test_empty_and_damaged_files_are_named(tmp_path, content, message):
+def test_a_file_without_losses_is_named(tmp_path, content):
     with pytest.raises(UserError, match="There is no log of a run"):
         plot.load([tmp_path])
     (tmp_path / "metrics.jsonl").write_text(content)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=r"metrics\.jsonl has no losses over steps"):
         plot.load([tmp_path])
