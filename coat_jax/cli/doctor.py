@@ -1,7 +1,6 @@
 """Check this machine: would training work here, and with which kernels?
 
   coat doctor           versions, devices and their memory, kernels, the compilation cache
-  coat doctor --json    the same for programs
 
 exit codes:
   0    training works here
@@ -12,12 +11,11 @@ import argparse
 import contextlib
 import importlib.metadata
 import importlib.util
-import json
 import platform
 import re
 import textwrap
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -31,7 +29,7 @@ TRITON = ("jax-triton", "triton")
 OF_TRAINER = ("grain", "matplotlib", "rich", "tokenizers")
 PACKAGES = ["jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "safetensors"]
 PACKAGES += [*OF_TRAINER, "jax-cuda13-plugin", "jax-cuda12-plugin", *TRITON]
-TESTED = {"jax": "0.12.0.1", "jax-triton": "0.4.1", "triton": "3.9.0"}  # in the GPU suite
+TESTED = "jax 0.12.0.1, jax-triton 0.4.1, triton 3.9.0"  # in the GPU suite
 FIRST_CUDA_13_DRIVER = 580
 
 
@@ -44,38 +42,32 @@ class Problem(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the command's arguments."""
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    """Declares no arguments."""
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints the findings; returns 0 if training would work, 1 otherwise."""
     findings, problems = examine()
-    works = not any(problem.fatal for problem in problems)
-    if options.json:
-        listed = [problem._asdict() for problem in problems]
-        print(json.dumps({"works": works, **findings, "problems": listed}, indent=2))
-        return 0 if works else 1
-    for name, found in findings.items():
-        for one in found if isinstance(found, list) else [found]:
-            line = f"{name:18} " + ", ".join(f"{key} {value}" for key, value in one.items())
-            wrapped = textwrap.fill(line, 96, subsequent_indent=" " * 19, break_on_hyphens=False)
-            print(printable(wrapped))
+    for name, found in findings:
+        line = f"{name:18} {found}"
+        wrapped = textwrap.fill(line, 96, subsequent_indent=" " * 19, break_on_hyphens=False)
+        print(printable(wrapped))
     for problem in problems:
         print(printable(f"\nproblem: {problem.what}\nfix: {problem.fix}"))
+    works = not any(problem.fatal for problem in problems)
     print("\nTraining works here." if works else "\nTraining does not work here yet.")
     return 0 if works else 1
 
 
-def examine() -> tuple[dict[str, Any], list[Problem]]:
-    """Returns the findings on this machine, and what is wrong."""
+def examine() -> tuple[list[tuple[str, str]], list[Problem]]:
+    """Returns the findings on this machine, by name, and what is wrong."""
     driver, asked = nvidia_driver(), _platforms()
     cuda = "gpu"  # the extra of this package with the release of CUDA that the driver supports
     if driver is not None:
         cuda = "cuda13" if int(driver.split(".")[0]) >= FIRST_CUDA_13_DRIVER else "cuda12"
     install = f"pip install -U 'coat_jax[{cuda},train]'"
     unset = f"Unset JAX_PLATFORMS, which is {asked!r}."
-    findings: dict[str, Any] = {"versions": _versions(driver), "tested_on_gpu": TESTED}
+    findings = [("versions", _versions(driver)), ("tested on GPUs", TESTED)]
     problems = []
     if missing := _missing(OF_TRAINER):
         what = f"The trainer needs {missing}: not installed."
@@ -83,13 +75,14 @@ def examine() -> tuple[dict[str, Any], list[Problem]]:
     if (why := why_no_device()) is not None:
         fix = install if driver else f"Install NVIDIA's driver. {unset}"
         return findings, [*problems, Problem(f"JAX finds no device: {why}", fix, fatal=True)]
-    findings["devices"] = found = [_device(device) for device in jax.local_devices()]
-    if driver is not None and all(one["platform"] != "gpu" for one in found):
+    devices = jax.local_devices()
+    findings += [("device", _device(device)) for device in devices]
+    if driver is not None and all(device.platform != "gpu" for device in devices):
         what = f"JAX sees only the CPU, though there is an NVIDIA driver ({driver})."
         elsewhere = asked and not {"cuda", "gpu"} & set(asked.split(","))
         problems.append(Problem(what, unset if elsewhere else install, fatal=True))
 
-    capability, runs = dispatch.gpu_capability(), "xla"
+    capability, runs = dispatch.gpu_capability(), "XLA"
     if capability is None:
         because = "there is no GPU; kernels in Triton run on GPUs"
     elif not dispatch.multiplies_fp8():
@@ -102,12 +95,12 @@ def examine() -> tuple[dict[str, Any], list[Problem]]:
         fix = f"pip install 'coat_jax[{cuda}]'"
         problems.append(Problem(f"XLA replaces Triton: {because}.", fix))
     else:
-        runs, because = "triton", f"the GPU has {dispatch.describe_capability(capability)}"
-    findings["kernels"] = {"runs": runs, "because": because}
+        runs, because = "Triton", f"the GPU has {dispatch.describe_capability(capability)}"
+    findings.append(("kernels", f"{runs}, because {because}"))
 
     named = jax.config.values["jax_compilation_cache_dir"]
     folder = named or str(expand_user(compilation_cache.FOLDER))
-    findings["compilation_cache"] = {"folder": folder}
+    findings.append(("compilation cache", folder))
     if why := compilation_cache.why_unusable(folder):
         fix = "Choose another folder: coat train NAME --cache FOLDER"
         if named:
@@ -120,12 +113,12 @@ def _platforms() -> str:
     return jax.config.values["jax_platforms"] or ""
 
 
-def _versions(driver: str | None) -> dict[str, str]:
-    found = {"python": platform.python_version(), "coat_jax": __version__}
+def _versions(driver: str | None) -> str:
+    found = [f"python {platform.python_version()}, coat_jax {__version__}"]
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found | {"nvidia-driver": driver or "none"}
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    return ", ".join([*found, f"nvidia-driver {driver or 'none'}"])
 
 
 def _missing(packages: Sequence[str]) -> str:
@@ -154,12 +147,12 @@ def why_no_device() -> str | None:
     return None
 
 
-def _device(device: jax.Device) -> dict[str, Any]:
-    found: dict[str, Any] = {"platform": device.platform, "kind": device.device_kind}
+def _device(device: jax.Device) -> str:
+    found = f"{device.platform}, {device.device_kind}"
     if device.platform == "gpu":
-        found["compute_capability"] = device.compute_capability
+        found += f", compute capability {device.compute_capability}"
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
         free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-        found["gigabytes_free"] = round(free / 1e9, 2)
+        found += f", {free / 1e9:.2f} GB free"
     return found
