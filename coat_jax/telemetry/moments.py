@@ -34,7 +34,7 @@ class MomentStatistics(NamedTuple):
 
 
 def moments(state: Any) -> dict[str, MomentStatistics]:
-    """Statistics of each moment in 8 bits in the state of an optimizer, by parameter and moment.
+    """Returns statistics of each moment in 8 bits in an optimizer's state, by parameter and moment.
 
     Moments of the same name are numbered: w/trace, w/trace_1.
 
@@ -60,7 +60,7 @@ def moments(state: Any) -> dict[str, MomentStatistics]:
 
 
 def moment_sums(state: Any, stacked: Collection[str] = ()) -> dict[str, Float[Array, "..."]]:
-    """The argument of `report_moments`.
+    """Returns the argument of `report_moments`.
 
     Args:
         state: see `moments`.
@@ -78,7 +78,7 @@ def moment_sums(state: Any, stacked: Collection[str] = ()) -> dict[str, Float[Ar
 
 
 def report_moments(sums: Mapping[str, Float[np.ndarray, "..."]]) -> dict[str, MomentStatistics]:
-    """The statistics of sums on the host, with an entry for each layer."""
+    """Returns the statistics of sums on the host, with an entry for each layer."""
     return {
         name.replace("*", str(layer), 1): MomentStatistics(*map(float, row))
         for name, numbers in sums.items()
@@ -87,7 +87,7 @@ def report_moments(sums: Mapping[str, Float[np.ndarray, "..."]]) -> dict[str, Mo
 
 
 def _stored_leaves(state: Any) -> Iterator[tuple[tuple[str, ...], str, Expanded]]:
-    """The leaves of a state in 8 bits: the parameter's path, the moment's name, the arrays.
+    """Yields the leaves of a state in 8 bits: the parameter's path, the moment's name, the arrays.
 
     The only function here that knows how states are structured. 8-bit Adam has its moments as
     fields, `mu` and `nu`, whose arrays are trees of parameters. In the codes of `compress` the
@@ -120,13 +120,13 @@ def _stored_leaves(state: Any) -> Iterator[tuple[tuple[str, ...], str, Expanded]
 
 
 def _names_of(path: Any) -> tuple[str, ...]:
-    """The keys of a path, without the attribute that leads to an nnx.Variable's value."""
+    """Returns the keys of a path, without the attribute that leads to an nnx.Variable's value."""
     names = [jax.tree_util.keystr((key,), simple=True) for key in path]
     return tuple(names[:-1] if names[-1:] == [VALUE] else names)
 
 
 def _sums(stored: Expanded, layer_axes: int) -> Float[Array, "..."]:
-    """The statistics of a leaf; with an axis over layers, of each."""
+    """Returns the statistics of a leaf; with an axis over layers, of each."""
     codes = jnp.abs(stored.codes.astype(jnp.float32))
     integers = jnp.issubdtype(stored.codes.dtype, jnp.integer)
     tiny = 1 if integers else format_of(stored.codes.dtype).tiny

@@ -70,7 +70,7 @@ def train(config: TrainConfig, console: "Console | None" = None) -> Outcome:
     require_fitting(config, mesh)
     with (
         jax.set_mesh(mesh),
-        accounting.explaining_out_of_memory(config, batch_parts=batch_parts(mesh)),
+        accounting.explain_out_of_memory(config, batch_parts=batch_parts(mesh)),
         contextlib.ExitStack() as stack,
     ):
         return _Run(config, mesh, console, stack).take_steps()

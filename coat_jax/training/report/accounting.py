@@ -48,7 +48,7 @@ class DeviceMemory(NamedTuple):
 def account(
     config: TrainConfig, state: State, compiled: Any, *, batch_parts: int, device: jax.Device
 ) -> DeviceMemory:
-    """The memory of a compiled step and its abstract state, on one device of `batch_parts`."""
+    """Returns the memory of a compiled step and its abstract state on each device."""
     moments = jax.tree.leaves(state.moments)
     on_host = _shard_bytes([m for m in moments if m.sharding.memory_kind == host_memory.KIND])
     used = compiled.memory_analysis()
@@ -67,7 +67,7 @@ def account(
 
 
 def _gradients(config: TrainConfig, params: Any) -> int:
-    """The bytes of the gradients that exist at the same time."""
+    """Returns the bytes of the gradients that exist at the same time."""
     if config.optimizer.release_gradients:
         outside = {name: leaf for name, leaf in params.items() if name != config.model.STACK}
         shared = _shard_bytes([outside.pop(name) for name in config.model.kept_gradients()])
@@ -78,7 +78,7 @@ def _gradients(config: TrainConfig, params: Any) -> int:
 
 
 def _shard_bytes(tree: Any, itemsize: int | None = None) -> int:
-    """The bytes of one device's shards, in the leaves' dtypes or in another one."""
+    """Returns the bytes of one device's shards, in the leaves' dtypes or in another one."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * (itemsize or leaf.dtype.itemsize)
         for leaf in jax.tree.leaves(tree)
@@ -86,7 +86,7 @@ def _shard_bytes(tree: Any, itemsize: int | None = None) -> int:
 
 
 def saved_activations(config: models.ModelConfig, rows: int, sequence: int) -> int:
-    """The bytes that are saved for the backward pass, besides parameters.
+    """Returns the bytes that are saved for the backward pass, besides parameters.
 
     A tensor axis of the mesh shards most of them further.
     """
@@ -107,7 +107,7 @@ def saved_activations(config: models.ModelConfig, rows: int, sequence: int) -> i
 
 
 def table(memory: DeviceMemory) -> Table:
-    """The account as a table to print."""
+    """Returns the account as a table to print."""
     size, unit = (1e9, "GB") if memory.peak >= 1e9 else (1e6, "MB")
     found = Table("", unit, title="Memory of each device", title_justify="left")
     found.columns[1].justify = "right"
@@ -144,7 +144,7 @@ def advice(config: TrainConfig, *, batch_parts: int) -> str:
 
 
 @contextlib.contextmanager
-def explaining_out_of_memory(config: TrainConfig, *, batch_parts: int) -> Iterator[None]:
+def explain_out_of_memory(config: TrainConfig, *, batch_parts: int) -> Iterator[None]:
     """Turns JAX's report of exhausted memory into one line with advice."""
     try:
         yield

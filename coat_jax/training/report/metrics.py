@@ -121,7 +121,7 @@ def repair(path: Path, step: int, note: Callable[[str], object]) -> None:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """The record in a line; None if the line is not a record."""
+    """Returns the record in a line; None if the line is not a record."""
     with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(line)
         if isinstance(record, dict) and type(record.get("step")) is int:
@@ -133,7 +133,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def tensorboard(folder: Path, config: Record, resume_step: int) -> tuple[Any, Any]:
-    """Event files in FOLDER/tensorboard, with a curve for each number."""
+    """Writes event files in FOLDER/tensorboard, with a curve for each number."""
     package: Any = importlib.import_module(PACKAGES["tensorboard"])
     summary = package.SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
 
@@ -146,7 +146,7 @@ def tensorboard(folder: Path, config: Record, resume_step: int) -> tuple[Any, An
 
 
 def wandb(folder: Path, config: Record, resume_step: int) -> tuple[Any, Any]:
-    """A run on Weights & Biases, whose id there is in FOLDER/wandb_id.
+    """Writes a run on Weights & Biases, whose id there is in FOLDER/wandb_id.
 
     Its server deletes nothing: if a resumed run repeats a step, the first record of it stays.
     """

@@ -52,7 +52,7 @@ class Run(NamedTuple):
     curves: dict[str, Curve]
 
     def curve(self, key: str) -> Curve:
-        """The points of a key; none if the run never recorded it."""
+        """Returns the points of a key; none if the run never recorded it."""
         return self.curves.get(key, np.empty((2, 0)))
 
 
@@ -71,7 +71,7 @@ def load(paths: Sequence[Path], names: Sequence[str] = (), over: str = "steps") 
 
 
 def _read_curves(file: Path, over: str) -> dict[str, Curve]:
-    """The points of each key; a record without tokens or seconds takes those of the one before."""
+    """Returns the points of each key; tokens or seconds may be those of an earlier record."""
     require_regular(file, "log of a run")
     field, unit, _ = AXES[over]
     points = defaultdict(list)
@@ -171,7 +171,7 @@ def _draw_curves(axes: "Axes", key: str, loaded: list[Run], smooth: int) -> None
 
 
 def moving_mean(y: Float[np.ndarray, " N"], window: int) -> Float[np.ndarray, " N"]:
-    """The mean of each value and those before it, `window` in all; NaN does not count."""
+    """Returns the mean of each value and those before it, `window` in all; NaN does not count."""
     if len(y) == 0:
         return y
     finite = np.isfinite(y)

@@ -102,7 +102,7 @@ class Telemetry:
         return f"{worst.removeprefix(PREFIX).rpartition('/')[0]}: {off[worst][1]}{others}."
 
     def _sums(self, params: Any, batch: Any) -> dict[str, Array]:
-        """The sums of each tensor, added up over the microbatches of a batch."""
+        """Returns the sums of each tensor, added up over the microbatches of a batch."""
         trained, rest = split_trained(self._config, params)
         only_one = self._config.gradient_accumulation_steps == 1
 

@@ -13,7 +13,7 @@ from coat_jax import models
 from coat_jax.errors import UserError
 from coat_jax.training.cluster.mesh import batch_parts
 from coat_jax.training.report import accounting
-from coat_jax.training.report.accounting import DeviceMemory, advice, explaining_out_of_memory
+from coat_jax.training.report.accounting import DeviceMemory, advice, explain_out_of_memory
 
 ROWS, SEQUENCE = 4, 32
 TOKENS = ROWS * SEQUENCE
@@ -158,7 +158,7 @@ def test_advice_names_what_can_still_be_lowered(changes, remedies):
 
 def test_exhausted_memory_is_explained():
     def exhaust(reason):
-        with explaining_out_of_memory(SMALL, batch_parts=1):
+        with explain_out_of_memory(SMALL, batch_parts=1):
             raise jax.errors.JaxRuntimeError(reason)
 
     with pytest.raises(
