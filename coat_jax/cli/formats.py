@@ -22,7 +22,6 @@ all linear layers. Their scales are powers of two, one per tensor, from its larg
 import argparse
 import json
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +80,8 @@ def run(options: argparse.Namespace) -> int:
     rows = track(found, "Measuring", console=err, transient=True, disable=not err.is_terminal)
     tables = {"weights": [*rows]}
     if tokens:
-        load = partial(weights.load, where, step=options.step, note=note)
-        tables["in_training"] = best_formats.in_training(load, config, formats, tokens)
+        model = weights.load(where, config, step=options.step, note=note)
+        tables["in_training"] = best_formats.in_training(model, formats, tokens)
     if options.json:
         listed = {
             name: [{**row._asdict(), "best": row.best} for row in rows]

@@ -9,7 +9,7 @@ tensor exactly, EXACT bits are right.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from coat_jax import telemetry
 from coat_jax.errors import UserError
-from coat_jax.models import Batch, Config, Llama
+from coat_jax.models import Batch, Llama, abstract
 from coat_jax.models.lazy_arrays import Name, Parameters, arrange, dotted_name
 from coat_jax.numerics.formats import DTYPES
 from coat_jax.numerics.integer_format import IntegerFormat
@@ -67,23 +67,18 @@ def weights(parameters: Parameters, quantizers: Sequence[Quantizer]) -> Iterator
         yield Row(dotted_name(name), one.shape, bits)
 
 
-def in_training(
-    load: Callable[[Config], Llama], config: Config, formats: list[AnyFormat], tokens: list[int]
-) -> list[Row]:
-    """Returns a `Row` for each tensor that linear layers round on a text, forward and backward.
-
-    The precision of the config is replaced before `load` loads the model.
-    """
-    batch = jnp.asarray(tokens, jnp.int32)[None]
-    labels = jnp.concatenate([batch[:, 1:], jnp.full((1, 1), -100)], axis=1)
+def in_training(model: Llama, formats: Sequence[AnyFormat], tokens: Sequence[int]) -> list[Row]:
+    """Returns a `Row` for each tensor that linear layers round on a text, forward and backward."""
+    text = jnp.asarray([tokens], jnp.int32)
+    batch, params = Batch(text[:, :-1], text[:, 1:]), nnx.state(model)
     rows: dict[str, dict[str, float]] = {}
     for fmt in formats:
         simulated = _simulate(fmt).name
         precision = Precision(forward=simulated, backward=simulated, block=None)
-        graph, params = nnx.split(load(dataclasses.replace(config, precision=precision)))
+        graph, _ = abstract(dataclasses.replace(model.config, precision=precision))
 
         def loss(params: Any, graph: Any = graph) -> Any:
-            return nnx.merge(graph, params).loss(Batch(batch, labels)).mean
+            return nnx.merge(graph, params).loss(batch).mean
 
         for tensor, found in telemetry.measure(loss, params).items():
             _require_finite(tensor, found.error)
