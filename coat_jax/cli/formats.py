@@ -23,7 +23,6 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import track
@@ -68,7 +67,10 @@ def run(options: argparse.Namespace) -> int:
     of_text = (options.text is not None, "--text FILE")
     require_effects(options, [("tokens", *of_text), ("tokenizer", *of_text)])
     settings = {name: getattr(options, name) for name in SETTINGS}
-    quantizers = _quantizers(options.formats, settings)
+    try:
+        quantizers = [Quantizer(format_named(n), axis=0, **settings) for n in options.formats]
+    except ValueError as error:
+        raise UserError(str(error)) from None
     formats = [quantizer.format for quantizer in quantizers]
     where = expand_user(options.where)
     weights.require_not_quantized(where, "A comparison of formats")
@@ -84,27 +86,13 @@ def run(options: argparse.Namespace) -> int:
         tables["in_training"] = best_formats.in_training(model, formats, tokens)
     if options.json:
         listed = {
-            name: [{**row._asdict(), "best": row.best} for row in rows]
-            for name, rows in tables.items()
+            n: [{**row._asdict(), "best": row.best} for row in of] for n, of in tables.items()
         }
-        head = {"model": str(options.where), "settings": settings}
-        print(json.dumps(head | listed, indent=2))
+        print(json.dumps({"model": str(options.where), "settings": settings, **listed}, indent=2))
     else:
-        for name, rows in tables.items():
-            print(printable(_table_of(name.replace("_", " "), rows)))
+        for name, of in tables.items():
+            print(printable(_table_of(name.replace("_", " "), of)))
     return 0
-
-
-def _quantizers(names: Sequence[str], settings: dict[str, Any]) -> list[Quantizer]:
-    """Returns a quantizer for each format."""
-    try:
-        found = [Quantizer(format_named(name), axis=0, **settings) for name in names]
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    for quantizer in found:
-        if not getattr(quantizer.format, "signed", True):
-            raise UserError(f"{quantizer.format.name} has no sign, and weights have both signs.")
-    return found
 
 
 def _tokens(options: argparse.Namespace, config: Config, formats: Sequence[AnyFormat]) -> list[int]:
