@@ -20,7 +20,7 @@ from coat_jax.training import resume_rules
 from coat_jax.training.checkpoint import Checkpoints, resume_state
 from coat_jax.training.checkpoint.resume_state import ResumeState
 from coat_jax.training.cluster.batches import open_data, place
-from coat_jax.training.cluster.mesh import batch_parts, make_mesh, require_fitting
+from coat_jax.training.cluster.mesh import make_mesh, require_fitting
 from coat_jax.training.cluster.stop import Stop
 from coat_jax.training.compilation_cache import use_cache
 from coat_jax.training.config import TrainConfig
@@ -70,7 +70,7 @@ def train(config: TrainConfig, console: "Console | None" = None) -> Outcome:
     require_fitting(config, mesh)
     with (
         jax.set_mesh(mesh),
-        accounting.explain_out_of_memory(config, batch_parts=batch_parts(mesh)),
+        accounting.explain_out_of_memory(),
         contextlib.ExitStack() as stack,
     ):
         return _Run(config, mesh, console, stack).take_steps()

@@ -15,17 +15,21 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from rich.table import Table
 
 from coat_jax import models
 from coat_jax.errors import UserError
 from coat_jax.optax.states import host_memory
-from coat_jax.precision import COAT_LEAN, precision_of
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.families import family_of
 from coat_jax.training.step import State, split_trained
+
+ADVICE = (
+    "What helps, the cheapest first: --optimizer.name fp8_adamw; --param_dtype bfloat16; "
+    "--precision coat_lean; more --gradient_accumulation_steps; a smaller --global_batch_size; "
+    "--remat layer_fp8; --optimizer.offload true; more devices along --mesh.fsdp."
+)
 
 
 class DeviceMemory(NamedTuple):
@@ -125,26 +129,8 @@ def table(memory: DeviceMemory) -> Table:
     return found
 
 
-def advice(config: TrainConfig, *, batch_parts: int) -> str:
-    """Returns what to lower, the cheapest first, for the command line."""
-    model, optimizer = config.model, config.optimizer
-    precision = precision_of(model.precision)
-    divisible = config.microbatch > batch_parts
-    remedies = {
-        "--optimizer.name fp8_adamw": optimizer.name != "fp8_adamw",
-        "--param_dtype bfloat16": model.param_dtype == jnp.float32,
-        "--precision coat_lean": precision != COAT_LEAN and not precision.int8_forward,
-        "more --gradient_accumulation_steps": divisible and not optimizer.release_gradients,
-        f"a --global_batch_size under {config.global_batch_size}": divisible,
-        "--remat layer_fp8": model.remat != "layer_fp8",
-        "--optimizer.offload true": not optimizer.offload and optimizer.transformation is None,
-        "more devices along --mesh.fsdp": True,
-    }
-    return f"What helps: {'; '.join(remedy for remedy, helps in remedies.items() if helps)}."
-
-
 @contextlib.contextmanager
-def explain_out_of_memory(config: TrainConfig, *, batch_parts: int) -> Iterator[None]:
+def explain_out_of_memory() -> Iterator[None]:
     """Turns JAX's report of exhausted memory into one line with advice."""
     try:
         yield
@@ -152,6 +138,4 @@ def explain_out_of_memory(config: TrainConfig, *, batch_parts: int) -> Iterator[
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         reason = str(error).splitlines()[0]
-        raise UserError(
-            f"The device's memory is used up ({reason}). {advice(config, batch_parts=batch_parts)}"
-        ) from error
+        raise UserError(f"The device's memory is used up ({reason}). {ADVICE}") from error

@@ -33,7 +33,8 @@ EVERY_STEP = TelemetryConfig(every=1)
 
 def telemetry_of(config, sizes=ONE):
     """The telemetry of a run. Its programs do not depend on the steps that it looks at."""
-    looking = copy.copy(new_telemetry(dataclasses.replace(config, telemetry=EVERY_STEP), sizes))
+    every_step = dataclasses.replace(config, telemetry=EVERY_STEP, bf16_steps=0)
+    looking = copy.copy(new_telemetry(every_step, sizes))
     looking._config, looking._warned = config, set()
     return looking
 
