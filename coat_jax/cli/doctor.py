@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
 
 def examine() -> tuple[list[tuple[str, str]], list[Problem]]:
     """Returns the findings on this machine, by name, and what is wrong."""
-    driver, asked = nvidia_driver(), _platforms()
+    driver, asked = nvidia_driver(), jax.config.values["jax_platforms"] or ""
     cuda = "gpu"  # the extra of this package with the release of CUDA that the driver supports
     if driver is not None:
         cuda = "cuda13" if int(driver.split(".")[0]) >= FIRST_CUDA_13_DRIVER else "cuda12"
@@ -91,9 +91,9 @@ def examine() -> tuple[list[tuple[str, str]], list[Problem]]:
         fix = "Train with --precision bf16, or on an Ada, Hopper or Blackwell GPU."
         problems.append(Problem(f"FP8 layers do not run: {because}.", fix, fatal=True))
     elif missing := _missing(TRITON):
-        because = f"not installed: {missing}"
+        because = f"packages are not installed: {missing}"
         fix = f"pip install 'coat_jax[{cuda}]'"
-        problems.append(Problem(f"XLA replaces Triton: {because}.", fix))
+        problems.append(Problem(f"XLA replaces Triton, because {because}.", fix))
     else:
         runs, because = "Triton", f"the GPU has {dispatch.describe_capability(capability)}"
     findings.append(("kernels", f"{runs}, because {because}"))
@@ -107,10 +107,6 @@ def examine() -> tuple[list[tuple[str, str]], list[Problem]]:
             fix = "Set JAX_COMPILATION_CACHE_DIR to another folder, or unset it."
         problems.append(Problem(f"{why} Every start compiles anew.", fix))
     return findings, problems
-
-
-def _platforms() -> str:
-    return jax.config.values["jax_platforms"] or ""
 
 
 def _versions(driver: str | None) -> str:
@@ -142,8 +138,9 @@ def why_no_device() -> str | None:
     try:
         jax.devices()
     except (AssertionError, RuntimeError) as error:  # the former without words, for CUDA's plugin
+        asked = jax.config.values["jax_platforms"]
         said = " ".join(str(error).split())
-        return said or f"JAX_PLATFORMS is {_platforms()!r}, and no plugin for it starts."
+        return said or f"JAX_PLATFORMS is {asked!r}, and no plugin for it starts."
     return None
 
 

@@ -70,7 +70,7 @@ def test_a_gpu_that_jax_does_not_see_is_a_problem(examined, configured, driver, 
     [
         (90, [], 0, "kernels Triton, because the GPU has compute capability 9.0"),
         (90, [], 0, "device gpu, H100, compute capability 9.0, 75.00 GB free"),
-        (90, ["triton", "jax_triton"], 0, "because not installed: jax-triton, triton"),
+        (90, ["triton", "jax_triton"], 0, "because packages are not installed: jax-triton, triton"),
         (90, ["jax_triton"], 0, "installed: jax-triton. fix: pip install 'coat_jax[cuda13]'"),
         (80, [], 1, "--precision bf16"),
     ],

@@ -186,11 +186,3 @@ def test_records_are_on_the_disk_after_sync(tmp_path, monkeypatch):
         flush.side_effect = OSError(errno.EIO, "Input/output error")
         written.sync()
         assert "could not be written" in str(written.failure)
-
-
-def test_metrics_that_nobody_wants_may_go_to_dev_null(tmp_path):
-    (tmp_path / metrics.FILE).symlink_to("/dev/null")
-    with closing(Metrics(tmp_path, config={})) as written:
-        written.write(record(1))
-        written.sync()
-        assert written.failure is None
