@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
-from run_cases import write_run
 
 from coat_jax import writing
 from coat_jax.cli.plot import STATISTICS
@@ -20,6 +19,27 @@ from coat_jax.telemetry import MomentStatistics
 from coat_jax.training.report import plot
 from coat_jax.training.report.chart import LINES, PALE
 from coat_jax.training.report.plot import draw
+
+
+def write_run(folder, losses, *, held_out=None, without=(), own=()):
+    """A run with a record per loss, and after its last step an evaluation; returns its folder."""
+    folder.mkdir(parents=True)
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step, loss in enumerate(losses, start=1):
+            record = {
+                "step": step,
+                "tokens": 64 * step,
+                "seconds": 0.5 * step,
+                "loss": loss,
+                "learning_rate": 1e-3 / step,
+                "gradient_norm": 1.0,
+                **dict.fromkeys(own, step),
+            }
+            kept = {key: value for key, value in record.items() if key not in without}
+            file.write(json.dumps(kept) + "\n")
+        if held_out is not None:
+            file.write(json.dumps({"step": len(losses), "held_out_loss": held_out}) + "\n")
+    return folder
 
 
 @pytest.fixture
