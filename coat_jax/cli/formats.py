@@ -22,9 +22,7 @@ all linear layers. Their scales are powers of two, one per tensor, from its larg
 import argparse
 import json
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import track
@@ -36,7 +34,7 @@ from coat_jax.errors import UserError
 from coat_jax.files import expand_user
 from coat_jax.models import Config
 from coat_jax.numerics.integer_format import IntegerFormat
-from coat_jax.numerics.quantizer import FITS, GRANULARITIES, Quantizer, format_named
+from coat_jax.numerics.quantizer import FITS, GRANULARITIES, AnyFormat, Quantizer, format_named
 from coat_jax.printable import amount, printable, table
 from coat_jax.training.checkpoint import weights
 from coat_jax.training.report import best_formats
@@ -53,12 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     formats = f"formats to compare (default: {' '.join(FORMATS)})"
     add("--formats", nargs="+", default=FORMATS, metavar="FORMAT", help=formats)
     add("--over", choices=GRANULARITIES, default="channel", help=f"what shares a scale {default}")
-    add("--size", type=int, metavar="N", help="size of a group or block (default: 128)")
+    add("--size", type=int, default=128, metavar="N", help=f"size of a group or block {default}")
     add("--fit", choices=FITS, default="mse", help=f"how a scale's range is chosen {default}")
-    percentile = "for --fit percentile (default: 99.9)"
-    add("--percentile", type=float, metavar="P", help=percentile)
-    sample = f"elements of a matrix to round, in whole channels or rows; 0 for all {default}"
-    add("--sample", type=int, default=1 << 20, metavar="N", help=sample)
+    percentile = f"for --fit percentile {default}"
+    add("--percentile", type=float, default=99.9, metavar="P", help=percentile)
     add("--text", type=Path, metavar="FILE", help="a text, to measure activations and gradients on")
     add_count(parser, "--tokens", None, "tokens of the text (default: 512)")
     add("--tokenizer", metavar="FILE", help='a tokenizer.json, or "bytes", for --text')
@@ -68,58 +64,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measures each format on each tensor, and prints the tables."""
-    effects = [
-        ("size", options.over in ("group", "block"), "--over group and --over block"),
-        ("percentile", options.fit == "percentile", "--fit percentile"),
-        ("tokens", options.text is not None, "--text FILE"),
-        ("tokenizer", options.text is not None, "--text FILE"),
-    ]
-    require_effects(options, effects)
-    quantizers = _quantizers(options)
+    of_text = (options.text is not None, "--text FILE")
+    require_effects(options, [("tokens", *of_text), ("tokenizer", *of_text)])
+    settings = {name: getattr(options, name) for name in SETTINGS}
+    try:
+        quantizers = [Quantizer(format_named(n), axis=0, **settings) for n in options.formats]
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    formats = [quantizer.format for quantizer in quantizers]
     where = expand_user(options.where)
     weights.require_not_quantized(where, "A comparison of formats")
     config = weights.model_config(where)
-    tokens = _tokens(options, config, quantizers) if options.text else []
+    tokens = _tokens(options, config, formats) if options.text else []
     parameters = weights.parameters_of(where, config, step=options.step, note=note)
-    found = best_formats.weights(parameters, quantizers, sample=options.sample)
+    found = best_formats.weights(parameters, quantizers)
     err = Console(stderr=True)
     rows = track(found, "Measuring", console=err, transient=True, disable=not err.is_terminal)
     tables = {"weights": [*rows]}
     if tokens:
-        load = partial(weights.load, where, step=options.step, note=note)
-        formats = [quantizer.format for quantizer in quantizers]
-        tables["in_training"] = best_formats.in_training(load, config, formats, tokens)
+        model = weights.load(where, config, step=options.step, note=note)
+        tables["in_training"] = best_formats.in_training(model, formats, tokens)
     if options.json:
-        settings = {name: getattr(quantizers[0], name) for name in SETTINGS}
-        listed: dict[str, Any] = {"model": str(options.where)}
-        listed["settings"] = settings | {"sample": options.sample}
-        for name, table_rows in tables.items():
-            listed[name] = [{**row._asdict(), "best": row.best} for row in table_rows]
-        print(json.dumps(listed, indent=2))
+        listed = {
+            n: [{**row._asdict(), "best": row.best} for row in of] for n, of in tables.items()
+        }
+        print(json.dumps({"model": str(options.where), "settings": settings, **listed}, indent=2))
     else:
-        for name, table_rows in tables.items():
-            print(printable(_table_of(name.replace("_", " "), table_rows)))
+        for name, of in tables.items():
+            print(printable(_table_of(name.replace("_", " "), of)))
     return 0
 
 
-def _quantizers(options: argparse.Namespace) -> list[Quantizer]:
-    """Returns a quantizer for each format."""
-    given = {name: value for name in SETTINGS if (value := getattr(options, name)) is not None}
-    try:
-        found = [Quantizer(format_named(name), **given) for name in options.formats]
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    for quantizer in found:
-        if not getattr(quantizer.format, "signed", True):
-            raise UserError(f"{quantizer.format.name} has no sign, and weights have both signs.")
-    return found
-
-
-def _tokens(
-    options: argparse.Namespace, config: Config, quantizers: Sequence[Quantizer]
-) -> list[int]:
+def _tokens(options: argparse.Namespace, config: Config, formats: Sequence[AnyFormat]) -> list[int]:
     """Returns the tokens of --text."""
-    for fmt in (quantizer.format for quantizer in quantizers):
+    for fmt in formats:
         if isinstance(fmt, IntegerFormat) and (not fmt.symmetric or fmt.bits > 11):
             raise UserError(f"--text simulates symmetric integers up to INT11, not {fmt.name}.")
     where, most = expand_user(options.where), min(config.context, options.tokens or 512)
@@ -133,7 +111,9 @@ def _table_of(title: str, rows: Sequence[best_formats.Row]) -> str:
     """Returns the rows as text, and a line that counts for how many of them each format is best."""
     formats = list(rows[0].bits)
     lines = [[title, *formats, "best"]]
-    lines += [[row.tensor, *(f"{row.bits[f]:.2f}" for f in formats), row.best] for row in rows]
+    lines += [
+        [row.tensor, *(f"{bits:.2f}" for bits in row.bits.values()), row.best] for row in rows
+    ]
     best = [row.best for row in rows]
     wins = ", ".join(f"{f} for {best.count(f)}" for f in formats if f in best)
     means = ", ".join(f"{f} {sum(r.bits[f] for r in rows) / len(rows):.2f}" for f in formats)

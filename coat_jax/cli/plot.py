@@ -4,15 +4,16 @@
   coat plot runs/bf16 runs/coat                      runs/plot.png
   coat plot runs/* --over tokens --out curves.png    against tokens
   coat plot runs/a runs/b --names AdamW "FP8 AdamW"  other names than the folders'
-  coat plot runs/coat --fp8 underflow                with a heat map of what telemetry recorded
+  coat plot runs/coat --fp8 underflow                with a statistic that telemetry recorded
 
 Of several runs the first is the baseline, wide and pale below the others. Points are held-out
-losses. An earlier picture is replaced. A heat map is of one run alone.
+losses. An earlier picture is replaced. --fp8 is for one run alone.
 """
 
 import argparse
 from pathlib import Path
 
+from coat_jax.cli.arguments import add_count
 from coat_jax.files import expand_user
 from coat_jax.printable import printable
 
@@ -26,11 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     axes = ("steps", "tokens", "time")
     add("--over", choices=axes, default="steps", help="the x axis (default: %(default)s)")
     mean = "each point is the mean of N records (default: a fiftieth, at least 10)"
-    add("--smooth", type=int, metavar="N", help=mean)
+    add_count(parser, "--smooth", None, mean)
     place = "default: plot.png in the run's folder; of several runs, beside the first one's folder"
     add("--out", type=Path, metavar="FILE.png", help=f"the picture ({place})")
     add("--names", nargs="+", default=(), metavar="NAME", help="names of the runs, in order")
-    add("--fp8", choices=STATISTICS, help="add a heat map of what --telemetry.every recorded")
+    add("--fp8", choices=STATISTICS, help="add curves of what --telemetry.every recorded")
 
 
 def run(options: argparse.Namespace) -> int:

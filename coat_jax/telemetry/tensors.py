@@ -25,7 +25,7 @@ from coat_jax.probes import Found, Scope, current_scope
 
 
 def measure(loss: Callable[..., Any], *args: Any) -> dict[str, Statistics]:
-    """Statistics of each tensor that `loss(*args)` and its gradients round to FP8, by name.
+    """Returns statistics of each tensor that `loss(*args)` and its gradients round to FP8, by name.
 
     This compiles once for each function and shapes of arguments, so pass the same function. Tensors
     that the gradients do not need are left out, and so is all that is not FP8.
@@ -52,7 +52,7 @@ def measure(loss: Callable[..., Any], *args: Any) -> dict[str, Statistics]:
 def sums_and_gradients(
     loss: Callable[..., Any], params: Any, *args: Any
 ) -> tuple[dict[str, Array], Any]:
-    """The argument of `report`, and the gradients of `params`: for a program of your own.
+    """Returns the argument of `report`, and the gradients of `params`: for a program of your own.
 
     Sums of several batches may be added.
 
@@ -77,7 +77,7 @@ def sums_and_gradients(
 
 
 def report(sums: Mapping[str, Float[np.ndarray, "..."]]) -> dict[str, Statistics]:
-    """The statistics of sums on the host; layers are numbered, unseen tensors left out."""
+    """Returns the statistics of sums on the host; layers are numbered, unseen tensors left out."""
     return {
         name.replace("*", str(layer), 1): statistics.of_sums(row)
         for name, numbers in sums.items()

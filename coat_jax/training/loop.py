@@ -20,7 +20,7 @@ from coat_jax.training import resume_rules
 from coat_jax.training.checkpoint import Checkpoints, resume_state
 from coat_jax.training.checkpoint.resume_state import ResumeState
 from coat_jax.training.cluster.batches import open_data, place
-from coat_jax.training.cluster.mesh import batch_parts, make_mesh, require_fitting
+from coat_jax.training.cluster.mesh import make_mesh, require_fitting
 from coat_jax.training.cluster.stop import Stop
 from coat_jax.training.compilation_cache import use_cache
 from coat_jax.training.config import TrainConfig
@@ -33,7 +33,6 @@ from coat_jax.training.report.telemetry import Telemetry
 from coat_jax.training.run_folder import RunFolder
 from coat_jax.training.setup import TrainSetup, compile_steps, prepare, require_same_model
 from coat_jax.training.step import State
-from coat_jax.writing import NotWritten
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,15 +70,10 @@ def train(config: TrainConfig, console: "Console | None" = None) -> Outcome:
     require_fitting(config, mesh)
     with (
         jax.set_mesh(mesh),
-        accounting.explaining_out_of_memory(config, batch_parts=batch_parts(mesh)),
+        accounting.explain_out_of_memory(),
         contextlib.ExitStack() as stack,
     ):
-        run = _Run(config, mesh, console, stack)
-        try:
-            return run.take_steps()
-        except NotWritten as error:
-            # The disk that was full for the records is so for the checkpoint of this stop, too.
-            raise (run.metrics.failure or error) from error.__cause__
+        return _Run(config, mesh, console, stack).take_steps()
 
 
 class _Run:
@@ -121,8 +115,6 @@ class _Run:
             writers=config.writers,
             config=resume_rules.to_json(config),
             resume_step=resume.step,
-            recorded=resume.recorded,
-            unwritten=resume.unwritten,
             note=say,
         )
         stack.callback(self.metrics.close)
@@ -162,15 +154,13 @@ class _Run:
             program = self.programs.pop(self.step, program)
             microbatches = config.gradient_accumulation_steps
             batch = place(next(self.data), self.setup.mesh, microbatches=microbatches)
-            if telemetry is not None:
-                telemetry.begin(self.step + 1, self.state, batch)
+            if telemetry and (numbers := telemetry.measure(self.step + 1, self.state, batch)):
+                recorder.flush()
+                recorder.take_telemetry(self.step + 1, numbers, telemetry.warning(numbers))
+                recorder.pause(self.step)
             self.state, report = program(self.state, batch)
             self.step += 1
             recorder.take(self.step, report)
-            if telemetry is not None and (numbers := telemetry.end(self.step, self.state, report)):
-                recorder.flush()
-                recorder.take_telemetry(self.step, numbers, telemetry.warning(numbers))
-                recorder.pause(self.step)
             if self.metrics.failure is not None:
                 self.stop.request()
             stopped = self.stop.is_requested()
@@ -187,7 +177,6 @@ class _Run:
             recorder.pause(self.step)
         recorder.flush()
         if self.metrics.failure is not None:
-            self.checkpoints.wait()
             raise self.metrics.failure
         stopped = stopped and self.step < config.total_steps
         return Outcome(self.step, recorder.loss, held_out, stopped)
@@ -195,13 +184,7 @@ class _Run:
     def _save(self, loss: float | None) -> None:
         """Saves a checkpoint; its records are on the disk before it."""
         self.metrics.sync()
-        resume = ResumeState(
-            self.step,
-            self.data.state(),
-            self.recorder.seconds,
-            self.metrics.recorded,
-            self.metrics.unwritten,
-        )
+        resume = ResumeState(self.step, self.data.state(), self.recorder.seconds)
         extra = resume_state.to_json(resume, self.setup.config)
         self.checkpoints.save(self.step, self.state, extra, loss=loss)
 

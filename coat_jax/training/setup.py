@@ -192,6 +192,6 @@ def _compile(setup: TrainSetup, console: "Console", what: str, example: Any) -> 
     console.print(accounting.table(memory))
     console.print(f"Compiled {what} in {seconds:.1f} s.", highlight=False)
     if not memory.fits:
-        advice = accounting.advice(setup.config, batch_parts=parts)
-        console.print(f"It will not fit the device. {advice}", style="bold red", highlight=False)
+        text = f"It will not fit the device. {accounting.ADVICE}"
+        console.print(text, style="bold red", highlight=False)
     return program

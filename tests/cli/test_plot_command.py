@@ -25,16 +25,6 @@ def test_it_says_what_it_wrote(tmp_path, run, capsys):
     assert out.stat().st_size > 10_000
 
 
-def test_a_heat_map_is_added(tmp_path, run, capsys):
-    numbers = {f"fp8/layers/{i}/mlp/input/error": 0.02 for i in range(3)}
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 8, **numbers}) + "\n")
-    out = tmp_path / "fp8.png"
-    assert cli.main(["plot", str(run), "--fp8", "error", "--out", str(out)]) == 0
-    assert capsys.readouterr().out == f"{out}\n"
-    assert out.stat().st_size > 10_000
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -44,6 +34,8 @@ def test_a_heat_map_is_added(tmp_path, run, capsys):
             "A statistic of telemetry is drawn of one run, not of 2.",
         ),
         (["{run}", "--out", "plot.svg"], "plot.svg does not end in .png."),
+        (["{run}", "--smooth", "0"], "--smooth: 0 must be 1 or more"),
+        (["{run}", "{run}", "--names", "x"], "1 name for 2 runs: name all or none."),
         (["nowhere"], "There is no log of a run nowhere."),
         (["{run}", "--over", "time"], "has no losses over time: train the run, or plot it over st"),
         (["{run}", "--out", "{run}/no/folder/plot.png"], "No such file or directory"),

@@ -192,7 +192,7 @@ def test_a_step_copies_no_state_and_telemetry_takes_no_more_memory(monkeypatch):
     mesh = hopper_mesh((4, 1, 1), NAMES)
     monkeypatch.setattr(telemetry, "compiler_options", lambda config, mesh: OPTIONS)
     _, _, _, graph, state = prepare(config, mesh)
-    program = telemetry.Telemetry(config, graph, state, mesh)._collect
+    program = telemetry.Telemetry(config, graph, state, mesh)._tensors
     # Of a layer: norms, activation, rotation and casts, forward and backward.
     assert kernel_calls(program) >= 12
     assert "callback" not in program.as_text()

@@ -1,6 +1,6 @@
 """The state of a run besides that of its training step: a checkpoint stores it, too."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -14,8 +14,6 @@ class ResumeState(NamedTuple):
     step: int = 0  # the last one taken
     data: Mapping[str, Any] = MappingProxyType({})  # the state of the loader
     seconds: float = 0.0  # how long the run has taken, in all its processes
-    recorded: int = 0  # the step of the last record in metrics.jsonl
-    unwritten: Sequence[Mapping[str, Any]] = ()  # records that did not get into metrics.jsonl
 
 
 def to_json(resume: ResumeState, config: TrainConfig) -> dict[str, Any]:

@@ -70,26 +70,14 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TelemetryConfig:
-    """Which statistics of FP8 tensors and of 8-bit moments are recorded, and how often.
+    """How often statistics of FP8 tensors and of 8-bit moments are recorded.
 
     Attributes:
         every: steps between records; 0 for none, at no cost. A record takes a second forward
             and backward pass, and some passes over each tensor.
-        leaves: for how many parameter arrays `direction/error` is recorded: the error of the
-            direction m / sqrt(v) of the stored moments, relative to that of FP32 moments.
-        shadow: how many steps before a record the FP32 moments begin. They begin as copies of the
-            stored ones and get the same gradients, so 1 shows the error of one step. Each of these
-            steps takes a second forward and backward pass.
     """
 
     every: CountOrZero = 0
-    leaves: CountOrZero = 4
-    shadow: Count = 1
 
     def __post_init__(self) -> None:
         require_fields(self, "telemetry.")
-        if self.every and self.shadow > self.every:
-            raise UserError(
-                f"telemetry.shadow={self.shadow} steps do not fit between records that are "
-                f"telemetry.every={self.every} steps apart. Lower the one or raise the other."
-            )

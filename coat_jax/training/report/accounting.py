@@ -10,23 +10,26 @@ gathered weights, gradients of activations, the logits of a chunk.
 """
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from rich.table import Table
 
 from coat_jax import models
 from coat_jax.errors import UserError
 from coat_jax.optax.states import host_memory
-from coat_jax.precision import COAT_LEAN, precision_of
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.families import family_of
 from coat_jax.training.step import State, split_trained
+
+ADVICE = (
+    "What helps, the cheapest first: --optimizer.name fp8_adamw; --param_dtype bfloat16; "
+    "--precision coat_lean; more --gradient_accumulation_steps; a smaller --global_batch_size; "
+    "--remat layer_fp8; --optimizer.offload true; more devices along --mesh.fsdp."
+)
 
 
 class DeviceMemory(NamedTuple):
@@ -49,7 +52,7 @@ class DeviceMemory(NamedTuple):
 def account(
     config: TrainConfig, state: State, compiled: Any, *, batch_parts: int, device: jax.Device
 ) -> DeviceMemory:
-    """The memory of a compiled step and its abstract state, on one device of `batch_parts`."""
+    """Returns the memory of a compiled step and its abstract state on each device."""
     moments = jax.tree.leaves(state.moments)
     on_host = _shard_bytes([m for m in moments if m.sharding.memory_kind == host_memory.KIND])
     used = compiled.memory_analysis()
@@ -68,7 +71,7 @@ def account(
 
 
 def _gradients(config: TrainConfig, params: Any) -> int:
-    """The bytes of the gradients that exist at the same time."""
+    """Returns the bytes of the gradients that exist at the same time."""
     if config.optimizer.release_gradients:
         outside = {name: leaf for name, leaf in params.items() if name != config.model.STACK}
         shared = _shard_bytes([outside.pop(name) for name in config.model.kept_gradients()])
@@ -79,7 +82,7 @@ def _gradients(config: TrainConfig, params: Any) -> int:
 
 
 def _shard_bytes(tree: Any, itemsize: int | None = None) -> int:
-    """The bytes of one device's shards, in the leaves' dtypes or in another one."""
+    """Returns the bytes of one device's shards, in the leaves' dtypes or in another one."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * (itemsize or leaf.dtype.itemsize)
         for leaf in jax.tree.leaves(tree)
@@ -87,7 +90,7 @@ def _shard_bytes(tree: Any, itemsize: int | None = None) -> int:
 
 
 def saved_activations(config: models.ModelConfig, rows: int, sequence: int) -> int:
-    """The bytes that are saved for the backward pass, besides parameters.
+    """Returns the bytes that are saved for the backward pass, besides parameters.
 
     A tensor axis of the mesh shards most of them further.
     """
@@ -108,7 +111,7 @@ def saved_activations(config: models.ModelConfig, rows: int, sequence: int) -> i
 
 
 def table(memory: DeviceMemory) -> Table:
-    """The account as a table to print."""
+    """Returns the account as a table to print."""
     size, unit = (1e9, "GB") if memory.peak >= 1e9 else (1e6, "MB")
     found = Table("", unit, title="Memory of each device", title_justify="left")
     found.columns[1].justify = "right"
@@ -126,31 +129,8 @@ def table(memory: DeviceMemory) -> Table:
     return found
 
 
-def advice(config: TrainConfig, *, batch_parts: int) -> str:
-    """Returns what to lower, the cheapest first, for the command line."""
-    model, optimizer = config.model, config.optimizer
-    int8 = precision_of(model.precision).int8_forward
-    lean = dataclasses.replace(COAT_LEAN, int8_forward=int8)
-    saves_less = "--model.precision.attention_block 16" if int8 else "--precision coat_lean"
-    divisible = config.microbatch > batch_parts
-    steps = 2 * config.gradient_accumulation_steps
-    divides = config.global_batch_size % (steps * batch_parts) == 0
-    more_steps = "--gradient_accumulation_steps" + (f" {steps}" if divides else "")
-    remedies = {
-        "--optimizer.name fp8_adamw": optimizer.name != "fp8_adamw",
-        "--param_dtype bfloat16": model.param_dtype == jnp.float32,
-        saves_less: model.precision != lean,
-        more_steps: divisible and not optimizer.release_gradients,  # which needs one microbatch
-        f"a --global_batch_size under {config.global_batch_size}": divisible,
-        "--remat layer_fp8": model.remat != "layer_fp8",
-        "--optimizer.offload true": not optimizer.offload and optimizer.transformation is None,
-        "more devices along --mesh.fsdp": True,
-    }
-    return f"What helps: {'; '.join(remedy for remedy, helps in remedies.items() if helps)}."
-
-
 @contextlib.contextmanager
-def explaining_out_of_memory(config: TrainConfig, *, batch_parts: int) -> Iterator[None]:
+def explain_out_of_memory() -> Iterator[None]:
     """Turns JAX's report of exhausted memory into one line with advice."""
     try:
         yield
@@ -158,6 +138,4 @@ def explaining_out_of_memory(config: TrainConfig, *, batch_parts: int) -> Iterat
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         reason = str(error).splitlines()[0]
-        raise UserError(
-            f"The device's memory is used up ({reason}). {advice(config, batch_parts=batch_parts)}"
-        ) from error
+        raise UserError(f"The device's memory is used up ({reason}). {ADVICE}") from error

@@ -9,7 +9,7 @@ tensor exactly, EXACT bits are right.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,8 +21,8 @@ from jaxtyping import Array, Float
 
 from coat_jax import telemetry
 from coat_jax.errors import UserError
-from coat_jax.models import Batch, Config, Llama
-from coat_jax.models.lazy_arrays import LazyArray, Name, Parameters, arrange
+from coat_jax.models import Batch, Llama, abstract
+from coat_jax.models.lazy_arrays import Name, Parameters, arrange, dotted_name
 from coat_jax.numerics.formats import DTYPES
 from coat_jax.numerics.integer_format import IntegerFormat
 from coat_jax.numerics.minifloat import Minifloat
@@ -30,6 +30,7 @@ from coat_jax.numerics.quantizer import AnyFormat, Quantizer, sqnr_bits
 from coat_jax.precision import Precision
 
 EXACT = 24.0  # the significant bits of FP32
+SAMPLE = 1 << 20  # elements of a matrix that are rounded, about
 EMBEDDING: Name = ("embed",)
 
 
@@ -42,54 +43,47 @@ class Row(NamedTuple):
 
     @property
     def best(self) -> str:
-        """The format with the most bits that are right; the first one in a tie."""
+        """The format with the most bits; the first one in a tie."""
         return max(self.bits, key=self.bits.__getitem__)
 
 
-def weights(
-    parameters: Parameters, quantizers: Sequence[Quantizer], *, sample: int
-) -> Iterator[Row]:
-    """A `Row` for each matrix of a model, one after another.
+def weights(parameters: Parameters, quantizers: Sequence[Quantizer]) -> Iterator[Row]:
+    """Yields a `Row` for each matrix of a model, from SAMPLE elements of it.
 
-    About `sample` elements of a matrix are rounded, in evenly spaced whole channels or rows; all of
-    them for 0.
+    Args:
+        parameters: of the model.
+        quantizers: one for each format, with channels along axis 0.
     """
     for name, one in arrange(parameters, scan=False).items():
         if len(one.shape) < 2:
             continue  # norms and biases are not rounded
-        tensor = ".".join(map(str, name))
+        x = one.whole().astype(np.float32).reshape(-1, one.shape[-1])
         # The channels of an embedding are its rows: one for each token.
-        axis = 0 if name == EMBEDDING else -1
-        x = _sample(one, quantizers[0], axis, sample)
-        _require_finite(tensor, x)
-        of_axis = (dataclasses.replace(quantizer, axis=axis) for quantizer in quantizers)
-        yield Row(
-            tensor, one.shape, {q.format.name: min(float(_bits(q, x)), EXACT) for q in of_axis}
-        )
+        if quantizers[0].over == "channel" and name != EMBEDDING:
+            x = x.T
+        x = x[:: max(1, x.size // SAMPLE)]  # whole channels or rows: their scales stay the same
+        _require_finite(dotted_name(name), x)
+        bits = {q.format.name: float(_bits(q, x)) for q in quantizers}
+        yield Row(dotted_name(name), one.shape, bits)
 
 
-def in_training(
-    load: Callable[[Config], Llama], config: Config, formats: list[AnyFormat], tokens: list[int]
-) -> list[Row]:
-    """A `Row` for each tensor that linear layers round on a text, forward and backward.
-
-    The precision of the config is replaced before `load` loads the model.
-    """
-    batch = jnp.asarray(tokens, jnp.int32)[None]
-    labels = jnp.concatenate([batch[:, 1:], jnp.full((1, 1), -100)], axis=1)
+def in_training(model: Llama, formats: Sequence[AnyFormat], tokens: Sequence[int]) -> list[Row]:
+    """Returns a `Row` for each tensor that linear layers round on a text, forward and backward."""
+    text = jnp.asarray([tokens], jnp.int32)
+    batch, params = Batch(text[:, :-1], text[:, 1:]), nnx.state(model)
     rows: dict[str, dict[str, float]] = {}
     for fmt in formats:
         simulated = _simulate(fmt).name
         precision = Precision(forward=simulated, backward=simulated, block=None)
-        graph, params = nnx.split(load(dataclasses.replace(config, precision=precision)))
+        graph, _ = abstract(dataclasses.replace(model.config, precision=precision))
 
         def loss(params: Any, graph: Any = graph) -> Any:
-            return nnx.merge(graph, params).loss(Batch(batch, labels)).mean
+            return nnx.merge(graph, params).loss(batch).mean
 
         for tensor, found in telemetry.measure(loss, params).items():
             _require_finite(tensor, found.error)
-            bits = -float(np.log2(found.error)) if found.error else EXACT
-            rows.setdefault(tensor, {})[fmt.name] = min(bits, EXACT)
+            bits = -float(np.log2(max(found.error, 2.0**-EXACT)))
+            rows.setdefault(tensor, {})[fmt.name] = bits
     return [Row(tensor, None, bits) for tensor, bits in rows.items()]
 
 
@@ -100,24 +94,12 @@ def _require_finite(tensor: str, x: Any) -> None:
 
 @partial(jax.jit, static_argnums=0)
 def _bits(quantizer: Quantizer, x: Float[Array, "K N"]) -> Float[Array, ""]:
-    bits = sqnr_bits(x, quantizer(x))
-    return jnp.where(jnp.isnan(bits), jnp.inf, bits)  # NaN: all zeros, which are exact
-
-
-def _sample(
-    one: LazyArray, quantizer: Quantizer, axis: int, sample: int
-) -> Float[np.ndarray, "K N"]:
-    """A matrix in FP32, or some whole channels or rows of it: their scales stay the same."""
-    x = one.whole().astype(np.float32)
-    x = x.reshape(-1, x.shape[-1])
-    along = axis if quantizer.over == "channel" else 0
-    count = x.shape[along]
-    chosen = count if not sample else min(count, max(1, sample * count // x.size))
-    return np.take(x, np.linspace(0, count - 1, chosen).astype(int), axis=along)
+    # Of zeros, which are exact, `sqnr_bits` is NaN, which fmin ignores.
+    return jnp.fmin(sqnr_bits(x, quantizer(x)), EXACT)
 
 
 def _simulate(fmt: AnyFormat) -> Minifloat:
-    """A format that XLA simulates in products.
+    """Returns a format that XLA simulates in products.
 
     E4M3 and E5M2 get another bias, which scales compensate. Their own dtypes would be multiplied in
     FP8, and no hardware multiplies E5M2 by E5M2.

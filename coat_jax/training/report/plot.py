@@ -6,6 +6,7 @@ is asked for. Of several runs the first is the baseline: wide and pale, with the
 """
 
 import io
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -36,13 +37,12 @@ AXES = {
 }
 HELD_OUT = "held_out_"
 PANELS = 24  # of a config's own metrics, at most
+NAMED = 8  # tensors in the legend
 # A panel is at most STRETCH times as high as this share of its values: outliers would flatten them.
 SHOWN_QUANTILE, STRETCH = 0.96, 2.5
 SHARES = ("underflow", "subnormal", "saturated", "zero", "floor")  # on a logarithmic scale
-SMALLEST = 1e-6  # share that has a colour of its own
-TELEMETRY = re.compile(
-    rf"{PREFIX}(?:(?:.*/)?layers/(?P<layer>\d+)/)?(?P<tensor>.+)/(?P<statistic>\w+)"
-)
+SMALLEST = 1e-6  # share that is drawn; smaller ones, zero too, are drawn as this
+TELEMETRY = re.compile(rf"{PREFIX}(?:(?:.*/)?layers/\d+/)?(?P<tensor>.+)/(?P<statistic>\w+)")
 
 
 class Run(NamedTuple):
@@ -52,7 +52,7 @@ class Run(NamedTuple):
     curves: dict[str, Curve]
 
     def curve(self, key: str) -> Curve:
-        """The points of a key; none if the run never recorded it."""
+        """Returns the points of a key; none if the run never recorded it."""
         return self.curves.get(key, np.empty((2, 0)))
 
 
@@ -71,7 +71,7 @@ def load(paths: Sequence[Path], names: Sequence[str] = (), over: str = "steps") 
 
 
 def _read_curves(file: Path, over: str) -> dict[str, Curve]:
-    """The points of each key; a record without tokens or seconds takes those of the one before."""
+    """Returns the points of each key; tokens or seconds may be those of an earlier record."""
     require_regular(file, "log of a run")
     field, unit, _ = AXES[over]
     points = defaultdict(list)
@@ -110,8 +110,6 @@ def draw(
     from matplotlib.figure import Figure
     from matplotlib.rcsetup import cycler
 
-    if smooth is not None and smooth < 1:
-        raise UserError(f"{smooth=} records have no mean: take 1 or more.")
     if out.suffix.lower() != ".png":
         raise UserError(f"{out} does not end in .png.")
     if statistic is not None and len(paths) > 1:
@@ -121,10 +119,8 @@ def draw(
     keys = dict.fromkeys(key for run in loaded for key in run.curves)
     own = dict.fromkeys(k.removeprefix(HELD_OUT) for k in keys if k not in LOGGED and "/" not in k)
     small = [key for key in ("learning_rate", "gradient_norm") if key in keys] + [*own][:PANELS]
-    heights = [3.2, *[1.0] * len(small)]
     tensors = {} if statistic is None else _by_tensor(loaded[0], statistic)
-    if tensors:
-        heights.append(0.7 + 0.12 * len(tensors))
+    heights = [3.2, *[1.0] * len(small), *[2.0] * bool(tensors)]
     content = io.BytesIO()
     # Names of runs and metrics may have a $, which would begin a formula.
     colors = LINES if len(loaded) == 1 else (PALE, *LINES)
@@ -137,7 +133,7 @@ def draw(
             axes.set_title(key.replace("_", " ") if key in LOGGED else printable(key))
         axes = panels[-1, 0]
         if statistic is not None:
-            _draw_map(axes, statistic, tensors)
+            _draw_tensors(axes, statistic, tensors)
         axes.set_xlabel(AXES[over][2])
         axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter("{x:,.10g}")
@@ -175,7 +171,7 @@ def _draw_curves(axes: "Axes", key: str, loaded: list[Run], smooth: int) -> None
 
 
 def moving_mean(y: Float[np.ndarray, " N"], window: int) -> Float[np.ndarray, " N"]:
-    """The mean of each value and those before it, `window` in all; NaN does not count."""
+    """Returns the mean of each value and those before it, `window` in all; NaN does not count."""
     if len(y) == 0:
         return y
     finite = np.isfinite(y)
@@ -193,47 +189,35 @@ def _label(run: Run, smooth: int) -> str:
     return printable(f"{run.name}, {ends}{held_out}")
 
 
-def _by_tensor(run: Run, statistic: str) -> dict[str, dict[str, Curve]]:
-    """The curves of a statistic of telemetry, by tensor and layer."""
-    found: dict[str, dict[str, Curve]] = defaultdict(dict)
+def _by_tensor(run: Run, statistic: str) -> dict[str, Curve]:
+    """Returns a curve for each kind of tensor, the maximum over layers; the largest come first."""
+    found: dict[str, dict[float, float]] = defaultdict(dict)
     for key, curve in run.curves.items():
         parts = TELEMETRY.fullmatch(key)
         if parts and parts["statistic"] == statistic:
-            found[parts["tensor"]][parts["layer"] or ""] = curve
+            points = found[parts["tensor"]]
+            for x, y in curve.T.tolist():
+                points[x] = np.fmax(y, points.get(x, math.nan))  # of NaN and a number: the number
     if not found:
         raise UserError(
             f"{run.name} has no records of {statistic}: they are written when a run in FP8 trains "
             "with --telemetry.every, 100 for instance."
         )
-    return found
+    curves = {tensor: np.array(sorted(points.items())).T for tensor, points in found.items()}
+    return dict(sorted(curves.items(), key=lambda item: -np.fmax.reduce(item[1][1], initial=0)))
 
 
-def _draw_map(axes: "Axes", statistic: str, tensors: Mapping[str, Mapping[str, Curve]]) -> None:
-    """Draws a row for each tensor, with the largest number of its layers; NaN is blank.
-
-    The row names the layer whose number is the largest in the last record.
-    """
-    from matplotlib.colors import LogNorm, Normalize
-
-    places = np.unique([x for of in tensors.values() for x in np.hstack([*of.values()])[0]])
-    values = np.full((len(tensors), len(places)), np.nan)
-    labels = []
-    for row, (tensor, curves) in zip(values, tensors.items(), strict=True):
-        for x, y in curves.values():
-            at = np.searchsorted(places, x)
-            row[at] = np.fmax(row[at], y)
-        last = {layer: y[-1] for layer, (_, y) in curves.items()}
-        worst = max(last, key=lambda layer: np.nan_to_num(last[layer], nan=-np.inf))
-        labels.append(printable(f"{tensor}, layer {worst}" if worst else tensor))
-    highest = np.max(values, initial=0.0, where=np.isfinite(values)) or 1.0
-    norm = LogNorm(SMALLEST, 1.0, clip=True) if statistic in SHARES else Normalize(0.0, highest)
-    values[values == 0] = SMALLEST  # a logarithm has no zero
-    # A record stands for the steps since the one before it.
-    edges, rows = np.concatenate([[0.0], places]), np.arange(len(tensors) + 1)
-    colors = axes.pcolormesh(edges, rows, values, cmap="YlOrRd", norm=norm)
-    colors.sticky_edges.x.clear()  # so that points at the end of curves are not cut off
-    axes.set_yticks(rows[:-1] + 0.5, labels, fontsize=7)
-    axes.invert_yaxis()
-    axes.grid(False)
-    axes.set_title(f"{statistic}, the maximum over layers (named: that of the last record)")
-    axes.figure.colorbar(colors, ax=axes, location="bottom", aspect=60, format="%g")
+def _draw_tensors(axes: "Axes", statistic: str, tensors: Mapping[str, Curve]) -> None:
+    """Draws a line for each tensor; the first of them are in the legend."""
+    lines = []
+    for x, y in tensors.values():
+        drawn = np.maximum(y, SMALLEST) if statistic in SHARES else y
+        lines += axes.plot(x, drawn, marker="o", ms=2)
+    if statistic in SHARES:
+        axes.set_yscale("log")
+        axes.set_ylim(SMALLEST / 2, 2)
+        axes.minorticks_off()
+        axes.yaxis.set_major_formatter("{x:g}")
+    labels = [printable(tensor) for tensor in tensors][:NAMED]
+    axes.figure.legend(lines[:NAMED], labels, loc="outside lower left", ncols=4, fontsize=8)
+    axes.set_title(f"{statistic}, the maximum over layers")

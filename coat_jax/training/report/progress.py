@@ -12,7 +12,7 @@ weighs recent records most. Give processes other than the main one a quiet conso
 import datetime
 import math
 import time
-from typing import Any, Self
+from typing import Self
 
 from rich import progress
 from rich.console import Console
@@ -52,7 +52,7 @@ class Progress:
             disable=self._plain,
         )
         self._task = self._bar.add_task("", total=steps, completed=done)
-        self._shown: dict[str, Any] = {}
+        self._loss = math.nan
         self._line_step, self._line_time = -steps, -math.inf
 
     def __enter__(self) -> Self:
@@ -64,22 +64,18 @@ class Progress:
 
     def update(self, record: Record) -> None:
         """Takes the metrics of a step; one with a held-out loss gets a line of its own."""
-        step, shown = int(record["step"]), dict(record)
-        loss = shown.pop("loss", math.nan)
-        if math.isfinite(loss):
-            before = self._shown.get("loss", loss)
-            shown["loss"] = SMOOTHING * before + (1 - SMOOTHING) * loss
-        if "memory" in record:
-            shown["gigabytes"] = record["memory"] / 1e9
-        self._shown |= shown
-        state = "  ".join(
-            form.format(self._shown[key]) for key, form in FIELDS.items() if self._shown.get(key)
-        )
-        self._bar.update(self._task, completed=step, description=state)
+        step, loss = int(record["step"]), record.get("loss", math.nan)
         if "held_out_loss" in record:
             losses = "held-out loss {held_out_loss:.4f}  perplexity {perplexity:.4g}"
             self.note(f"step {step:,}  {losses.format(**record)}")
-        elif self._plain and (
+            return
+        if math.isfinite(loss):
+            before = self._loss if math.isfinite(self._loss) else loss
+            self._loss = SMOOTHING * before + (1 - SMOOTHING) * loss
+        shown = {**record, "loss": self._loss, "gigabytes": record.get("memory", 0) / 1e9}
+        state = "  ".join(form.format(shown[key]) for key, form in FIELDS.items() if shown.get(key))
+        self._bar.update(self._task, completed=step, description=state)
+        if self._plain and (
             step >= self._steps
             or (step - self._line_step) * LINES >= self._steps
             or time.monotonic() - self._line_time >= SECONDS_PER_LINE

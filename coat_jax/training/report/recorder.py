@@ -73,33 +73,33 @@ class Recorder:
         before, since = self._clock
         self.pause(step)
         pace = (step - before) * self._config.tokens_per_step / (self._clock[1] - since)
-        record = {
-            "loss": self.loss,
-            "learning_rate": rate if self._config.optimizer.follows_schedule else None,
-            "gradient_norm": norm,
-            "labels": int(labels),
-            "skipped": int(skipped),
-            "tokens_per_second": pace,
-            **metrics,
-        }
         config = self._config if step > self._config.steps_in_bf16 else self._config.bf16_phase
         work = config.model.work_per_token(config.sequence_length)
-        record |= {
+        record = {
+            "loss": self.loss,
+            "learning_rate": rate if config.optimizer.follows_schedule else None,
+            "gradient_norm": norm,
+            "labels": labels,
+            "skipped": skipped,
+            "tokens_per_second": pace,
+            **metrics,
             "mfu": utilization(work, self._device.device_kind, pace, self._devices),
             "memory": (self._device.memory_stats() or {}).get("peak_bytes_in_use"),
         }
-        self._write(step, {key: x for key, x in record.items() if x is not None})
-        self._count_skipped(step, int(skipped))
+        record = {key: x for key, x in record.items() if x is not None}
+        self._progress.update(self._write(step, record))
+        self._count_skipped(step, skipped)
 
     def take_held_out(self, step: int, loss: float, statistics: Mapping[str, float]) -> None:
         """Records the loss on held-out data, and the statistics that came with it."""
         perplexity = math.inf if loss >= 700 else math.exp(loss)
         held_out = {f"held_out_{name}": value for name, value in statistics.items()}
-        self._write(step, {"held_out_loss": loss, "perplexity": perplexity, **held_out})
+        record = {"held_out_loss": loss, "perplexity": perplexity, **held_out}
+        self._progress.update(self._write(step, record))
 
     def take_telemetry(self, step: int, numbers: dict[str, float], warning: str | None) -> None:
         """Records statistics of tensors in FP8; shows a warning, if there is one."""
-        self._metrics.write(self._place(step) | numbers)
+        self._write(step, numbers)
         if warning is not None:
             self._progress.note(f"step {step:,}: {warning}")
 
@@ -107,36 +107,27 @@ class Recorder:
         """Leaves the time since the last step out of tokens_per_second."""
         self._clock = step, time.perf_counter()
 
-    def _write(self, step: int, numbers: dict[str, float]) -> None:
-        record = self._place(step) | numbers
-        self._metrics.write(record)
-        self._progress.update(record)
-
-    def _place(self, step: int) -> dict[str, float]:
-        """The fields with which each record begins."""
+    def _write(self, step: int, numbers: dict[str, float]) -> dict[str, float]:
+        """Writes a record, and returns it with the fields with which each begins."""
         tokens = step * self._config.tokens_per_step
-        return {"step": step, "tokens": tokens, "seconds": self.seconds}
+        record = {"step": step, "tokens": tokens, "seconds": self.seconds, **numbers}
+        self._metrics.write(record)
+        return record
 
     def _count_skipped(self, step: int, skipped: int) -> None:
         """Counts skipped steps in a row; a series continues if all since the last report were."""
         (step_before, skipped_before), self._reported = self._reported, (step, skipped)
-        optimizer, in_row_before = self._config.optimizer, self._in_row
-        steps, new = step - step_before, skipped - skipped_before
-        self._in_row = in_row_before + steps if new == steps else 0
-        released = optimizer.release_gradients
-        changed = "only layers whose gradients are finite" if released else "nothing"
+        in_row_before, new = self._in_row, skipped - skipped_before
+        self._in_row = in_row_before + new if new == step - step_before else 0
         if new and not (in_row_before and self._in_row):
             self._progress.note(
-                f"step {step:,}: since the last record {amount(new, 'step')} had no finite loss "
-                f"and gradients, and changed {changed}; {skipped:,} so far."
+                f"step {step:,}: skipped {amount(new, 'step')} since the last record, whose loss "
+                f"or gradients are not finite; {skipped:,} so far."
             )
         nothing_learned = skipped == step == self._config.total_steps
         if self._in_row >= self._config.max_skipped_steps or nothing_learned:
-            rate = "the learning rate of optimizer.transformation"
-            if optimizer.follows_schedule:
-                rate = f"--learning_rate ({optimizer.learning_rate:g})"
             raise Diverged(
-                f"The last {self._in_row:,} steps, up to step {step:,}, changed {changed}: their "
-                f"losses or gradients are not finite. Lower {rate}, look at the data and at the "
+                f"The last {self._in_row:,} steps, up to step {step:,}, were skipped: their losses "
+                "or gradients are not finite. Lower the learning rate, look at the data and at the "
                 "records before, or allow more skipped steps with --max_skipped_steps."
             )

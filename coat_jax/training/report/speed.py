@@ -28,7 +28,7 @@ PEAKS = {
 def utilization(
     work: Work | None, device_kind: str, tokens_per_second: float, devices: int
 ) -> float | None:
-    """The MFU of a run; None if the work or the device's peak is not known, as for CPUs."""
+    """Returns the MFU of a run; None if the work or the device's peak is not known, as for CPUs."""
     peak = next((peak for name, peak in PEAKS.items() if name in device_kind), None)
     if work is None or peak is None:
         return None

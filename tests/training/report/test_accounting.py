@@ -1,6 +1,5 @@
 """What a run is said to need is what it needs; and what to do where that is too much."""
 
-import dataclasses
 import io
 from types import SimpleNamespace
 
@@ -8,14 +7,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from rich.console import Console
-from train_cases import SMALL, small, stepper
+from train_cases import small, stepper
 
-import coat_jax as coat
 from coat_jax import models
 from coat_jax.errors import UserError
 from coat_jax.training.cluster.mesh import batch_parts
 from coat_jax.training.report import accounting
-from coat_jax.training.report.accounting import DeviceMemory, advice, explaining_out_of_memory
+from coat_jax.training.report.accounting import DeviceMemory, explain_out_of_memory
 
 ROWS, SEQUENCE = 4, 32
 TOKENS = ROWS * SEQUENCE
@@ -123,53 +121,13 @@ def test_the_table_has_a_unit_that_fits():
         assert absent not in text
 
 
-LEAN = {"precision": "coat_lean", "remat": "layer_fp8", "param_dtype": "bfloat16"}
-LEAN_INT8 = dataclasses.replace(coat.COAT_LEAN, int8_forward=True)
-MORE_DEVICES = "more devices along --mesh.fsdp"
-
-
-@pytest.mark.parametrize(
-    ("changes", "remedies"),
-    [
-        (
-            {"optimizer": {"name": "adamw"}},
-            "--optimizer.name fp8_adamw; --param_dtype bfloat16; --precision coat_lean; "
-            "--gradient_accumulation_steps 2; a --global_batch_size under 16; --remat layer_fp8; "
-            "--optimizer.offload true",
-        ),
-        ({"model": LEAN, "gradient_accumulation_steps": 8}, "--optimizer.offload true"),
-        (
-            {"model": LEAN, "gradient_accumulation_steps": 8, "optimizer": {"offload": True}},
-            None,
-        ),
-        # Products in INT8 stay so.
-        (
-            {"model": LEAN | {"precision": "coat_int8"}, "gradient_accumulation_steps": 8},
-            "--model.precision.attention_block 16; --optimizer.offload true",
-        ),
-        (
-            {"model": LEAN | {"precision": LEAN_INT8}, "gradient_accumulation_steps": 8},
-            "--optimizer.offload true",
-        ),
-        # Released gradients need one microbatch.
-        (
-            {"model": LEAN | {"scan": False}, "optimizer": {"release_gradients": True}},
-            "a --global_batch_size under 16; --optimizer.offload true",
-        ),
-    ],
-)
-def test_advice_names_what_can_still_be_lowered(changes, remedies):
-    wanted = "; ".join(filter(None, [remedies, MORE_DEVICES]))
-    assert advice(small(**changes), batch_parts=2) == f"What helps: {wanted}."
-
-
 def test_exhausted_memory_is_explained():
     def exhaust(reason):
-        with explaining_out_of_memory(SMALL, batch_parts=1):
+        with explain_out_of_memory():
             raise jax.errors.JaxRuntimeError(reason)
 
     with pytest.raises(
-        UserError, match=r"used up \(RESOURCE_EXHAUSTED: 9 GB.\)\. What helps: .*--remat"
+        UserError, match=r"used up \(RESOURCE_EXHAUSTED: 9 GB.\)\. What helps.*: .*--remat"
     ):
         exhaust("RESOURCE_EXHAUSTED: 9 GB.\nand a page of buffers")
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):

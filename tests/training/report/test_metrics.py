@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 
 from coat_jax import multihost
-from coat_jax.errors import UserError
 from coat_jax.training.report import metrics
 from coat_jax.training.report.metrics import Metrics
 from coat_jax.writing import DiskFull
@@ -59,8 +58,8 @@ def test_a_resumed_run_reads_like_an_undisturbed_one(tmp_path):
     assert {path.name for path in disturbed.iterdir()} == {metrics.FILE, "metrics.removed.jsonl"}
 
 
-@pytest.mark.parametrize(("kept", "goes_on"), [(0, "begins anew"), (4, "goes on after step 4")])
-def test_no_record_of_a_run_without_its_checkpoints_is_erased(tmp_path, kept, goes_on):
+@pytest.mark.parametrize("kept", [0, 4])
+def test_no_record_of_a_run_without_its_checkpoints_is_erased(tmp_path, kept):
     notes, removed = [], []
     for first, last in ((1, 7), (kept + 1, 6)):
         run(tmp_path, range(first, last + 1), resume_step=kept)
@@ -69,7 +68,7 @@ def test_no_record_of_a_run_without_its_checkpoints_is_erased(tmp_path, kept, go
     assert len(lines(tmp_path)) == kept
     assert (tmp_path / "metrics.removed.jsonl").read_text().splitlines() == removed
     (note,) = notes
-    assert f"the run {goes_on}: {6 - kept} later records in {tmp_path}" in note
+    assert f"after step {kept}: {6 - kept} later or damaged lines of {tmp_path}" in note
 
 
 @pytest.mark.parametrize("move", [Path.unlink, lambda path: path.rename(f"{path}.1")])
@@ -92,16 +91,15 @@ def test_a_repair_that_is_interrupted_leaves_the_old_file(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("line", [b"{oops", b"[1]", b"{}", b"\0\0\0", b"\xff", b'{"step": 1.5}'])
-def test_a_damaged_line_is_named_and_removed_by_resuming(tmp_path, line):
+def test_a_damaged_line_is_left_out_and_moved_away_by_resuming(tmp_path, line):
     path, notes = tmp_path / metrics.FILE, []
     path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
-    with pytest.raises(UserError, match=r"metrics\.jsonl:2 is not a record"):
-        list(metrics.read(path))
+    assert list(metrics.read(path)) == [{"step": 1}, {"step": 3}]
     run(tmp_path, [4], resume_step=3, note=notes.append)
     assert [json.loads(line)["step"] for line in lines(tmp_path)] == [1, 3, 4]
     assert (tmp_path / "metrics.removed.jsonl").read_bytes() == line + b"\n"
     (note,) = notes
-    assert "1 lines that are not records" in note
+    assert "1 later or damaged line of" in note
 
 
 def test_a_last_line_without_its_end_stays_if_it_is_a_record(tmp_path):
@@ -159,20 +157,6 @@ def test_wandb_finds_a_resumed_run_again(tmp_path, monkeypatch):
     assert finish.call_count == 2
 
 
-def test_a_full_disk_keeps_the_records_for_the_run_that_resumes(tmp_path, monkeypatch):
-    (tmp_path / metrics.FILE).symlink_to("/dev/full")
-    with closing(Metrics(tmp_path, config={}, resume_step=0)) as full:
-        assert full.failure is None
-        for step in (1, 2):
-            full.write({"step": step, "loss": math.nan})
-        assert isinstance(full.failure, DiskFull)
-        unwritten = full.unwritten
-    (tmp_path / metrics.FILE).unlink()
-    run(tmp_path, [3], resume_step=2, unwritten=json.loads(json.dumps(unwritten)))
-    assert [json.loads(line)["step"] for line in lines(tmp_path)] == [1, 2, 3]
-    assert json.loads(lines(tmp_path)[0]) == {"step": 1, "loss": None}
-
-
 @pytest.mark.parametrize("room", range(0, 60, 7))
 def test_a_line_is_written_whole_or_not_at_all(tmp_path, room):
     """Where the kernel lets files have only so many bytes."""
@@ -188,7 +172,6 @@ def test_a_line_is_written_whole_or_not_at_all(tmp_path, room):
         assert isinstance(written.failure, DiskFull)
         whole = [json.loads(line)["step"] for line in lines(tmp_path)]
         assert whole == list(range(1, 1 + room // 12))
-        assert [*whole, *(one["step"] for one in written.unwritten)] == [1, 2, 3, 4, 5]
 
 
 def test_records_are_on_the_disk_after_sync(tmp_path, monkeypatch):
@@ -203,11 +186,3 @@ def test_records_are_on_the_disk_after_sync(tmp_path, monkeypatch):
         flush.side_effect = OSError(errno.EIO, "Input/output error")
         written.sync()
         assert "could not be written" in str(written.failure)
-
-
-def test_metrics_that_nobody_wants_may_go_to_dev_null(tmp_path):
-    (tmp_path / metrics.FILE).symlink_to("/dev/null")
-    with closing(Metrics(tmp_path, config={}, resume_step=0)) as written:
-        written.write(record(1))
-        written.sync()
-        assert written.failure is None

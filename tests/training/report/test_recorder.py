@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import re
 import types
 
 import jax
@@ -110,8 +109,8 @@ def test_the_first_of_several_skipped_steps_is_reported(kept):
     take(recorder(kept), (0, 1, 1, 2, 3, 4, 4))
     assert [note[:7] for note in kept.notes] == ["step 2:", "step 4:"]
     assert kept.notes[0] == (
-        "step 2: since the last record 1 step had no finite loss and gradients, and changed "
-        "nothing; 1 so far."
+        "step 2: skipped 1 step since the last record, whose loss or gradients are not finite; "
+        "1 so far."
     )
     take(recorder(kept, step=4, skipped=2), [2], first=5)
     assert len(kept.notes) == 2
@@ -136,30 +135,16 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(kept, changes, skipped, in_
     records, first = recorder(kept, **changes), 1 + changes.get("step", 0)
     last = first + len(skipped) - 1
     take(records, skipped[:-1], first)
-    message = f"last {in_row} steps, up to step {last}, changed nothing"
+    message = f"last {in_row} steps, up to step {last}, were skipped"
     with pytest.raises(Diverged, match=message) if in_row else contextlib.nullcontext():
         take(records, skipped[-1:], last)
     assert kept.records[-1]["step"] == last
     assert Diverged.exit_code == 4
 
 
-def test_released_gradients_may_have_changed_some_layers(kept):
-    released = {"model": {"scan": False}, "optimizer": {"release_gradients": True}}
-    records = recorder(kept, max_skipped_steps=2, **released)
-    with pytest.raises(Diverged, match="step 2, changed only layers whose gradients are finite"):
-        take(records, (1, 2))
-    assert "gradients, and changed only layers whose gradients are finite; 1" in kept.notes[0]
-
-
 def test_a_transformation_with_its_own_learning_rate_has_none_in_records(kept):
-    for optimizer, rate in (
-        (optax.lion, "--learning_rate (0.0003)"),
-        (optax.lion(1e-3), "the learning rate of optimizer.transformation"),
-    ):
-        config = dataclasses.replace(small(max_skipped_steps=1), optimizer=optimizer)
-        records = recorder(kept, config)
-        with pytest.raises(Diverged, match=re.escape(f"not finite. Lower {rate}")):
-            take(records, [1])
+    for optimizer in (optax.lion, optax.lion(1e-3)):
+        take(recorder(kept, dataclasses.replace(small(), optimizer=optimizer)), [0])
     made, ready = kept.records
     assert made.keys() - ready.keys() == {"learning_rate"}
 
