@@ -9,8 +9,8 @@ mean square of the matrix divided by that of its rounding error. One more bit ha
   coat formats Llama-3.1-8B --formats INT4 E2M1 E3M0 --over group --size 32
   coat formats out/llama_124m --text sample.txt
 
-A format is INT2 to INT16 (INT8:asymmetric for data on one side of zero), or E and M with their
-numbers of bits: E4M3 and E5M2 are the formats of FP8, E2M1 is FP4. A scale belongs to a tensor, an
+A format is INT2 to INT16, or E and M with their numbers of bits: E4M3 and E5M2 are the formats of
+FP8, E2M1 is FP4. A scale belongs to a tensor, an
 output channel, a group of neighbours or a block; a block's scale is a power of two. The range of a
 scale ends at the largest element (max), at a percentile of magnitudes (percentile), or where the
 squared error is least (mse).
@@ -35,7 +35,6 @@ from coat_jax.cli.texts import tokens_of
 from coat_jax.errors import UserError
 from coat_jax.files import expand_user
 from coat_jax.models import Config
-from coat_jax.numerics.integer_format import IntegerFormat
 from coat_jax.numerics.quantizer import FITS, GRANULARITIES, Quantizer, format_named
 from coat_jax.printable import amount, printable, table
 from coat_jax.training.checkpoint import weights
@@ -79,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     where = expand_user(options.where)
     weights.require_not_quantized(where, "A comparison of formats")
     config = weights.model_config(where)
-    tokens = _tokens(options, config, quantizers) if options.text else []
+    tokens = _tokens(options, config) if options.text else []
     parameters = weights.parameters_of(where, config, step=options.step, note=note)
     found = best_formats.weights(parameters, quantizers, sample=options.sample)
     err = Console(stderr=True)
@@ -110,18 +109,13 @@ def _quantizers(options: argparse.Namespace) -> list[Quantizer]:
     except ValueError as error:
         raise UserError(str(error)) from None
     for quantizer in found:
-        if not getattr(quantizer.format, "signed", True):
+        if not quantizer.format.signed:
             raise UserError(f"{quantizer.format.name} has no sign, and weights have both signs.")
     return found
 
 
-def _tokens(
-    options: argparse.Namespace, config: Config, quantizers: Sequence[Quantizer]
-) -> list[int]:
+def _tokens(options: argparse.Namespace, config: Config) -> list[int]:
     """Returns the tokens of --text."""
-    for fmt in (quantizer.format for quantizer in quantizers):
-        if isinstance(fmt, IntegerFormat) and (not fmt.symmetric or fmt.bits > 11):
-            raise UserError(f"--text simulates symmetric integers up to INT11, not {fmt.name}.")
     where, most = expand_user(options.where), min(config.context, options.tokens or 512)
     tokens = tokens_of(options.text, where, config, options.tokenizer, most=most)
     if len(tokens) < 2:

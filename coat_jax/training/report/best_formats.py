@@ -24,9 +24,8 @@ from coat_jax.errors import UserError
 from coat_jax.models import Batch, Config, Llama
 from coat_jax.models.lazy_arrays import LazyArray, Name, Parameters, arrange
 from coat_jax.numerics.formats import DTYPES
-from coat_jax.numerics.integer_format import IntegerFormat
 from coat_jax.numerics.minifloat import Minifloat
-from coat_jax.numerics.quantizer import AnyFormat, Quantizer, sqnr_bits
+from coat_jax.numerics.quantizer import Quantizer, sqnr_bits
 from coat_jax.precision import Precision
 
 EXACT = 24.0  # the significant bits of FP32
@@ -64,12 +63,12 @@ def weights(
         _require_finite(tensor, x)
         of_axis = (dataclasses.replace(quantizer, axis=axis) for quantizer in quantizers)
         yield Row(
-            tensor, one.shape, {q.format.name: min(float(_bits(q, x)), EXACT) for q in of_axis}
+            tensor, one.shape, {q.format.label: min(float(_bits(q, x)), EXACT) for q in of_axis}
         )
 
 
 def in_training(
-    load: Callable[[Config], Llama], config: Config, formats: list[AnyFormat], tokens: list[int]
+    load: Callable[[Config], Llama], config: Config, formats: list[Minifloat], tokens: list[int]
 ) -> list[Row]:
     """A `Row` for each tensor that linear layers round on a text, forward and backward.
 
@@ -89,7 +88,7 @@ def in_training(
         for tensor, found in telemetry.measure(loss, params).items():
             _require_finite(tensor, found.error)
             bits = -float(np.log2(found.error)) if found.error else EXACT
-            rows.setdefault(tensor, {})[fmt.name] = min(bits, EXACT)
+            rows.setdefault(tensor, {})[fmt.label] = min(bits, EXACT)
     return [Row(tensor, None, bits) for tensor, bits in rows.items()]
 
 
@@ -116,13 +115,11 @@ def _sample(
     return np.take(x, np.linspace(0, count - 1, chosen).astype(int), axis=along)
 
 
-def _simulate(fmt: AnyFormat) -> Minifloat:
+def _simulate(fmt: Minifloat) -> Minifloat:
     """A format that XLA simulates in products.
 
     E4M3 and E5M2 get another bias, which scales compensate. Their own dtypes would be multiplied in
     FP8, and no hardware multiplies E5M2 by E5M2.
     """
-    if isinstance(fmt, IntegerFormat):
-        return Minifloat(0, fmt.bits - 1)
     assert fmt.bias is not None
     return dataclasses.replace(fmt, bias=fmt.bias + 1) if fmt.name in DTYPES else fmt
