@@ -21,13 +21,11 @@ from coat_jax.numerics import (
     logarithms,
     minifloat,
     noise,
-    qtensor,
     quantizer,
     statistics,
 )
 from coat_jax.numerics.expansion import Expanded
 from coat_jax.numerics.formats import E4M3, E5M2
-from coat_jax.numerics.qtensor import QTensor
 from coat_jax.precision import BF16, COAT, COAT_INT8, COAT_LEAN, COAT_PAPER, FP8_LINEAR, Precision
 from coat_jax.storage import Storage
 
@@ -58,7 +56,6 @@ __all__ = [
     "FP8_LINEAR",
     "Expanded",
     "Precision",
-    "QTensor",
     "Storage",
     "blocks",
     "evaluation",
@@ -74,7 +71,6 @@ __all__ = [
     "noise",
     "ops",
     "optax",
-    "qtensor",
     "quantization",
     "quantizer",
     "statistics",

@@ -24,9 +24,9 @@ from typing import Annotated, Any
 from jax.typing import DTypeLike
 
 from coat_jax.errors import UserError
-from coat_jax.numerics.formats import DTYPES, E4M3, E5M2, format_of, named_format
+from coat_jax.numerics.formats import E4M3, E5M2, named_format
 from coat_jax.numerics.minifloat import MOST_MANTISSA_BITS, Minifloat, names_of_simulated
-from coat_jax.validation import Among, brief, dtype_of, require_fields
+from coat_jax.validation import Among, brief, require_fields
 
 LEAST_MAX = 2.0**-16  # the largest value of a simulated format must be greater
 Block = Annotated[int, Among((16, 32, 64, 128))]
@@ -101,21 +101,18 @@ class Precision:
 def _format(name: str, value: DTypeLike | Minifloat) -> Any:
     """Returns the FP8 dtype or the `Minifloat` of a field; raises if it cannot be one."""
     fmt = named_format(value)
-    try:
-        if not isinstance(fmt, Minifloat):
-            return DTYPES[format_of(dtype_of(name, fmt)).name]
-    except ValueError:
+    if fmt is None:
         raise UserError(
             f"{name}={brief(value)} is not an FP8 format of coat_jax. Use coat.formats.E4M3 (more "
             "precision) or coat.formats.E5M2 (more range); or, to simulate another one, "
             f"{names_of_simulated(MOST_MANTISSA_BITS)}."
-        ) from None
-    if not (fmt.signed and fmt.zero):
+        )
+    if isinstance(fmt, Minifloat) and not (fmt.signed and fmt.zero):
         raise UserError(
             f"{name}={fmt.name!r} cannot hold activations and gradients: choose a signed format "
             "that has a zero."
         )
-    if not fmt.max > LEAST_MAX:
+    if isinstance(fmt, Minifloat) and not fmt.max > LEAST_MAX:
         raise UserError(
             f"{name}={fmt.name!r} has {fmt.max:.3g} as its largest value, which must be above "
             f"{LEAST_MAX:.3g}. Choose a lower bias: scales make up for it."

@@ -28,16 +28,16 @@ that smallest number instead of sqrt(v), and multiplied by the same root when it
 
 The formats of the COAT paper are FP8 with dynamic range expansion (`numerics.expansion`) for both
 moments: `PAPER`. With stochastic rounding, `Storage(first=E4M3, second=E4M3)`, the first moment is
-rounded to nearest except for its smallest codes (`expansion.encode_dithered`), or stochastically if
-it decays so slowly that rounding to nearest would undo the decay of every code.
+rounded to nearest except for its smallest codes (`dithered` in `expansion.encode`), or
+stochastically if it decays so slowly that rounding to nearest would undo the decay of every code.
 
 For experiments with other formats, both may be a `Minifloat` of up to 7 mantissa bits, or its name,
 as in `Storage(first="E2M5", second="UE4M4")`. XLA simulates these: codes take two bytes.
 """
 
-import contextlib
 import dataclasses
 import math
+from functools import partial
 from typing import Annotated, Any
 
 import jax
@@ -47,9 +47,9 @@ from jaxtyping import Array, Bool, Float, UInt32
 
 from coat_jax.numerics import expansion, integers, logarithms, mesh_axes, noise
 from coat_jax.numerics.expansion import Expanded, Rounding
-from coat_jax.numerics.formats import E4M3, E5M2, SMALLEST_NORMAL, format_of, named_format
+from coat_jax.numerics.formats import E4M3, SMALLEST_NORMAL, format_of, named_format
+from coat_jax.numerics.groups import join_groups, scales_shape, split_groups
 from coat_jax.numerics.minifloat import Minifloat, names_of_simulated
-from coat_jax.numerics.qtensor import join_groups, scales_shape, split_groups
 from coat_jax.validation import Among, Between, Seed, require_fields
 
 DIRECTION = integers.DTYPE  # the format of a first moment that is stored over the root of v
@@ -214,15 +214,11 @@ class Storage:
         if self.first == DIRECTION:
             below = stochastic_below(b1, b2)
             return integers.encode(m, group_size=size, noise=for_m, stochastic_below=below)
-        if for_m is None:
-            return expansion.encode(m, self.first, group_size=size)
-        if self.rounding_of_first(b1) == "dithered":
-            return expansion.encode_dithered(m, self.first, for_m, group_size=size)
-        mu = expansion.encode(m, self.first, group_size=size, noise=for_m)
-        if isinstance(b1, jax.Array):
-            dithered = expansion.encode_dithered(m, self.first, for_m, group_size=size)
-            mu = jax.tree.map(lambda a, b: jnp.where(self._decays_fast(b1), a, b), dithered, mu)
-        return mu
+        encode = partial(expansion.encode, m, self.first, group_size=size, noise=for_m)
+        if for_m is None or not isinstance(b1, jax.Array):
+            return encode(dithered=self.rounding_of_first(b1) == "dithered")
+        both = encode(dithered=True), encode()
+        return jax.tree.map(lambda a, b: jnp.where(self._decays_fast(b1), a, b), *both)
 
     def rounding_of_first(self, b1: float | Array) -> Rounding:
         """Returns how a first moment that decays by b1 is rounded.
@@ -287,28 +283,25 @@ def stochastic_below(b1: float | Array, b2: float | Array) -> Float[Array, ""]:
     return jnp.where(to_nearest, MIN_DECAY / jnp.maximum(lost, 1e-6), jnp.inf)
 
 
-def _format(field: str, dtype: DTypeLike | Minifloat, own: DTypeLike | None) -> Any:
-    """Whichever of E4M3, E5M2 and `own` equals `dtype`, or a `Minifloat`; raises for others."""
-    dtype = named_format(dtype)
-    if isinstance(dtype, Minifloat):
-        if own is None or dtype.container != jnp.bfloat16 or not dtype.zero:
+def _format(field: str, value: DTypeLike | Minifloat, own: DTypeLike | None) -> Any:
+    """Whichever of E4M3, E5M2 and `own` a field names, or a `Minifloat`; raises for others."""
+    fmt = named_format(value) if own is None else named_format(value, own)
+    if isinstance(fmt, Minifloat):
+        if own is None or fmt.container != jnp.bfloat16 or not fmt.zero:
             raise ValueError(
-                f"{field}={dtype.name!r} cannot be simulated: only first and second can, in "
+                f"{field}={fmt.name!r} cannot be simulated: only first and second can, in "
                 f"formats that have a zero and up to {MOST_SIMULATED_BITS} mantissa bits."
             )
-        if own == DIRECTION and not dtype.signed:
-            raise ValueError(f"{field}={dtype.name!r} has no sign, and first moments have both.")
-        return dtype
-    for known in (E4M3, E5M2) if own is None else (own, E4M3, E5M2):
-        with contextlib.suppress(TypeError):  # not a dtype
-            if dtype is not None and jnp.dtype(dtype) == known:
-                return known
+        if own == DIRECTION and not fmt.signed:
+            raise ValueError(f"{field}={fmt.name!r} has no sign, and first moments have both.")
+    if fmt is not None:
+        return fmt
     use = simulated = ""
     if own is not None:
         use = f"jnp.{jnp.dtype(own).name}, "
         simulated = f"; or, to simulate another one, {names_of_simulated(MOST_SIMULATED_BITS)}"
     raise ValueError(
-        f"{field}={dtype!r} is not a format of an optimizer's moments. Use {use}coat.formats.E4M3 "
+        f"{field}={value!r} is not a format of an optimizer's moments. Use {use}coat.formats.E4M3 "
         f"(more precision) or coat.formats.E5M2 (more range){simulated}."
     )
 

@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Float
 
 from coat_jax.numerics.minifloat import Minifloat
-from coat_jax.numerics.quantizer import AnyFormat, Quantizer, Range, format_named, sqnr_bits
+from coat_jax.numerics.quantizer import Quantizer, format_named, sqnr_bits
 from experiments import records
 from experiments.command import parser_of
 
@@ -106,13 +106,12 @@ DISTRIBUTIONS = {
 
 
 @functools.cache
-def codes_of(fmt: AnyFormat) -> Float[np.ndarray, " n"]:
+def codes_of(fmt: Minifloat) -> Float[np.ndarray, " n"]:
     """The codes from zero up, as shares of the range."""
-    values = fmt.magnitudes if isinstance(fmt, Minifloat) else fmt.values[fmt.values >= 0]
-    return values[values <= fmt.full_scale] / fmt.full_scale
+    return fmt.magnitudes[fmt.magnitudes <= fmt.full_scale] / fmt.full_scale
 
 
-def theory(fmt: AnyFormat, of: Distribution, limit: float) -> float:
+def theory(fmt: Minifloat, of: Distribution, limit: float) -> float:
     """The bits that are right if codes cover numbers up to `limit`, and larger ones saturate."""
     codes = limit * codes_of(fmt)
     middles = (codes[1:] + codes[:-1]) / 2
@@ -127,7 +126,7 @@ def theory(fmt: AnyFormat, of: Distribution, limit: float) -> float:
     return float(0.5 * np.log2(of.variance / error))
 
 
-def best_range(fmt: AnyFormat, of: Distribution) -> tuple[float, float]:
+def best_range(fmt: Minifloat, of: Distribution) -> tuple[float, float]:
     """The range with the least error, and its bits."""
     deviation = np.sqrt(of.variance)
     coarse = deviation * 2.0 ** np.arange(OCTAVES[0], OCTAVES[-1], 1 / STEPS)
@@ -153,12 +152,12 @@ def measure(samples: int) -> dict[str, Any]:
 
 
 def _row(
-    fmt: AnyFormat, of: Distribution, x: jax.Array, spread: Float[np.ndarray, " n"]
+    fmt: Minifloat, of: Distribution, x: jax.Array, spread: Float[np.ndarray, " n"]
 ) -> dict[str, float]:
     """A format on a distribution: theory, weighted samples, and a tensor of plain ones."""
     limit, bits = best_range(fmt, of)
     plain, searching = Quantizer(fmt), Quantizer(fmt, fit="mse")
-    known = Range(jnp.array([-limit]), jnp.array([limit]))
+    known = jnp.array([limit])
     weights = of.density(np.abs(spread)) * np.abs(spread)
     weights[np.abs(spread) == of.end] = 0  # numbers beyond the end
     errors = np.asarray(jax.jit(plain.quantize)(spread, known), np.float64) - spread

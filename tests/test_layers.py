@@ -41,10 +41,8 @@ LAYERS = [
 INSIDE = {
     "coat_jax": LAYERS,
     "coat_jax.numerics": [
-        ("mesh_axes", "one_program", "simulated_rounding"),
-        ("explicit_axes", "minifloat"),
-        ("corrections", "formats", "integer_format", "noise"),
-        ("qtensor",),
+        ("mesh_axes", "minifloat", "one_program"),
+        ("corrections", "explicit_axes", "formats", "groups", "noise"),
         ("blocks", "expansion", "quantizer"),
         ("eight_bits", "integers", "logarithms"),
         ("statistics",),

@@ -49,7 +49,7 @@ def test_the_formats_may_be_equal_or_exchanged_but_not_both_e5m2():
 FORMATS = [jnp.bfloat16, jnp.float8_e4m3b11fnuz, "fp8", "INT4", None, 8]
 BLOCKS = [0, 8, -16, 17, 256, True, False, "16", 1.5]
 OF_FORMATS = (
-    r"is not an FP8 format of coat_jax. Use .*E4M3.*E5M2.*'E3M4', with up to 8 exponent and 10"
+    r"is not an FP8 format of coat_jax. Use .*E4M3.*E5M2.*'E3M4', with up to 8 exponent and 15"
 )
 OF_FORMATS += r" mantissa bits \(symmetric integers .* E0M\(b-1\)"
 REFUSED = {

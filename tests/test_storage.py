@@ -17,7 +17,9 @@ from coat_jax.storage import MIN_COLUMNS, PAPER, Storage, stochastic_below
 write = jax.jit(Storage.write, static_argnums=(0, 2))
 read = jax.jit(Storage.read, static_argnums=0)
 encode = jax.jit(expansion.encode, static_argnames=("dtype", "group_size"))
-encode_dithered = jax.jit(expansion.encode_dithered, static_argnums=1)
+encode_dithered = jax.jit(
+    lambda x, dtype, u: expansion.encode(x, dtype, noise=u, dithered=True), static_argnums=1
+)
 decode = jax.jit(expansion.decode, static_argnames="group_size")
 
 SHAPES = [(), (0,), (3, 0), (1,), (17,), (64, 15), (64, 16), (3, 5, 129)]

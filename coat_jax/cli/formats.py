@@ -33,8 +33,7 @@ from coat_jax.cli.texts import tokens_of
 from coat_jax.errors import UserError
 from coat_jax.files import expand_user
 from coat_jax.models import Config
-from coat_jax.numerics.integer_format import IntegerFormat
-from coat_jax.numerics.quantizer import FITS, GRANULARITIES, AnyFormat, Quantizer, format_named
+from coat_jax.numerics.quantizer import FITS, GRANULARITIES, Quantizer, format_named
 from coat_jax.printable import amount, printable, table
 from coat_jax.training.checkpoint import weights
 from coat_jax.training.report import best_formats
@@ -75,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     where = expand_user(options.where)
     weights.require_not_quantized(where, "A comparison of formats")
     config = weights.model_config(where)
-    tokens = _tokens(options, config, formats) if options.text else []
+    tokens = _tokens(options, config) if options.text else []
     parameters = weights.parameters_of(where, config, step=options.step, note=note)
     found = best_formats.weights(parameters, quantizers)
     err = Console(stderr=True)
@@ -95,11 +94,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _tokens(options: argparse.Namespace, config: Config, formats: Sequence[AnyFormat]) -> list[int]:
+def _tokens(options: argparse.Namespace, config: Config) -> list[int]:
     """Returns the tokens of --text."""
-    for fmt in formats:
-        if isinstance(fmt, IntegerFormat) and (not fmt.symmetric or fmt.bits > 11):
-            raise UserError(f"--text simulates symmetric integers up to INT11, not {fmt.name}.")
     where, most = expand_user(options.where), min(config.context, options.tokens or 512)
     tokens = tokens_of(options.text, where, config, options.tokenizer, most=most)
     if len(tokens) < 2:

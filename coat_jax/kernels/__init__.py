@@ -2,12 +2,12 @@
 
 gemm, int8                  matrix products in FP8 and in INT8
 cast                        an array in one FP8 tensor
-norm, activation, rotary    the elementwise parts of a layer; norm_launch launches those of norms
+norm, activation, rotary    the elementwise parts of a layer
 adam, stored_moment         a step of AdamW in 8 bits, launched by adam_launch; one moment by itself
 moment_format               how a moment is stored, as constants of these kernels
 leaf_layout                 which elements of a leaf each program of a kernel works on
 dispatch, launch            XLA or Triton; Triton kernels on JAX arrays
 sharding, leaf_sharding     kernels on sharded arrays, and in place on an optimizer's leaves
-cache_key, kernel_cache     kernels in JAX's compilation cache; compiled kernels in files
+kernel_cache                compiled kernels in files
 triton/                     the kernels, imported when the first one is launched
 """

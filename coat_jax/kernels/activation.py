@@ -7,32 +7,32 @@
 gradients without computing them, from the exponents of the saved blocks.
 
 The kernels go from FP8 to FP8. The scale of a tensor must be known before its codes are written, so
-a forward pass runs one of the first two pairs of kernels:
+a forward pass runs two kernels, the first one and one of the next two:
 
-    activation_forward          hidden -> blocks, maxima of |a|
-    activation_cast             blocks -> a as one FP8 tensor
-    activation_forward_exact    hidden -> blocks, maxima of |a|, a with many scales
-    activation_rescale          a, maxima -> a as one FP8 tensor, or as rows of INT8
-    activation_backward         blocks, da -> the gradients of hidden in FP8, in both layouts;
-                                a as one FP8 tensor, transposed
+    activation_forward     hidden -> blocks, maxima of |a|; if exact, a with many scales
+    activation_cast        blocks -> a as one FP8 tensor
+    activation_rescale     a, maxima -> a as one FP8 tensor, or as rows of INT8
+    activation_backward    blocks, da -> the gradients of hidden in FP8, in both layouts;
+                           a as one FP8 tensor, transposed
 
-The first pair computes a from the decoded blocks, the second pair from hidden itself. Each maximum
-is over 32 columns of a row: the maxima are few enough to be reduced quickly, and the columns narrow
+The second is `activation_cast`, which computes a from the decoded blocks; or, if the forward pass
+is exact, `activation_rescale` of the a that the first computed from hidden itself. Each maximum is
+over 32 columns of a row: the maxima are few enough to be reduced quickly, and the columns narrow
 enough that a mesh can shard widths like 11008 = 32 x 344.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax.kernels import dispatch, int8
-from coat_jax.kernels.launch import launch, tile_count
-from coat_jax.kernels.sharding import as_3d, run_sharded
+from coat_jax.kernels import int8
+from coat_jax.kernels.launch import Tile, divide
+from coat_jax.kernels.sharding import as_3d, launch_sharded
 from coat_jax.numerics.blocks import Blocks, block_numbers, power_of_two
 from coat_jax.numerics.formats import format_of
 from coat_jax.numerics.noise import element_numbers
@@ -51,13 +51,22 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 COLUMNS_PER_MAXIMUM = 32  # or a block, if that is wider
-# Per pass: rows and columns of a tile, warps of a program. The fastest of several choices on H200.
-TILES = {
-    "forward": (32, 128, 4),
-    "exact": (16, 128, 4),
-    "cast": (32, 128, 8),
-    "backward": (32, 128, 8),
-}
+# The fastest of several choices on H200.
+FORWARD, EXACT, CAST, BACKWARD = (
+    Tile(32, 128, 4),
+    Tile(16, 128, 4),
+    Tile(32, 128, 8),
+    Tile(32, 128, 8),
+)
+
+
+class Constants(NamedTuple):
+    """The constants of the kernels."""
+
+    name: Activation
+    gated: bool
+    stochastic: bool = False
+    per_maximum: int = 0  # columns of a maximum
 
 
 def has_kernel(name: str) -> bool:
@@ -123,102 +132,59 @@ def activation_bounds(
 
 
 def activation_forward(
-    hidden: Sequence[Float[Array, "*rows F"]],
+    hidden: Sequence[Float[Array, "*rows F"]] | Sequence[int8.Product],
     act: Activation,
     dtype: DTypeLike,
     size: int,
     *,
+    exact: bool,
     stochastic: bool = False,
-) -> tuple[tuple[Blocks, ...], Float[Array, "B S M"]]:
-    """Blocks of `hidden`, with rows [B, S]; and the maxima of its activation's magnitudes.
+    in_int8: bool = False,
+) -> tuple[tuple[Blocks, ...], Array | None, Float[Array, "B S M"]]:
+    """Blocks of `hidden`, with rows [B, S]; the activation's codes; the maxima of its magnitudes.
 
     The blocks are rounded to nearest, or like `to_blocks(stochastic=True)`: those of up with
     `antithetic=True`, because it is multiplied by the gate's activation.
+
+    If not `exact`, the maxima are of the activation of the decoded blocks, and there are no codes.
+    If `exact`, each maximum sets the scale of its codes: in FP8 a power of two, with `in_int8` the
+    scale that maps the maximum to 127. A maximum then covers the activations of hidden and of its
+    decoded blocks, because the backward pass recomputes the latter with the scale of the forward
+    pass. Unscaled INT8 products in hidden are scaled here.
     """
-    from coat_jax.kernels.triton.activation import activation_forward_tile
-
-    blocks, (maxima,) = _forward(
-        activation_forward_tile, hidden, act, dtype, size, "forward", stochastic
+    from coat_jax.kernels.triton.activation import (
+        activation_forward_exact_tile,
+        activation_forward_tile,
     )
-    return blocks, maxima
 
-
-def activation_forward_exact(
-    hidden: Sequence[Float[Array, "*rows F"]] | Sequence[int8.Product],
-    act: Activation,
-    dtype: DTypeLike,
-    size: int,
-    *,
-    stochastic: bool = False,
-    in_int8: bool = False,
-) -> tuple[tuple[Blocks, ...], Array, Float[Array, "B S M"]]:
-    """Blocks of `hidden`; the activation's codes [B, S, F]; the maxima of its magnitudes.
-
-    Each maximum sets the scale of its codes: in FP8 a power of two, with `in_int8` the scale that
-    maps the maximum to 127. A maximum covers the activations of hidden and of its decoded blocks,
-    because the backward pass recomputes the latter with the scale of the forward pass. The blocks
-    are rounded as in `activation_forward`. Unscaled INT8 products in hidden are scaled here.
-    """
-    from coat_jax.kernels.triton.activation import activation_forward_exact_tile
-
-    blocks, (codes, maxima) = _forward(
-        activation_forward_exact_tile, hidden, act, dtype, size, "exact", stochastic, in_int8
-    )
-    return blocks, codes, maxima
-
-
-def _forward(
-    kernel: Any,
-    hidden: Sequence[Float[Array, "*rows F"]] | Sequence[int8.Product],
-    act: Activation,
-    dtype: DTypeLike,
-    size: int,
-    pass_: Literal["forward", "exact"],
-    stochastic: bool,
-    in_int8: bool = False,
-) -> tuple[tuple[Blocks, ...], list[Array]]:
-    """Blocks of `hidden`, and the kernel's other results: codes if "exact", then maxima."""
     products = [h for h in hidden if isinstance(h, int8.Product)]
     values = [as_3d(h.sums if isinstance(h, int8.Product) else h) for h in hidden]
-    scales = [products[0].row_scale, *(p.column_scale for p in products)] if products else []
-    count, scale_count = len(values), len(scales)
+    first, within = block_numbers(values[0].shape, size) if stochastic else (None, None)
     per_maximum = max(size, COLUMNS_PER_MAXIMUM)
-    exact = pass_ == "exact"
-    numbers = block_numbers(values[0].shape, size) if stochastic else ()
-
-    def run(*arrays: Array) -> list[Array]:
-        hidden, rest = arrays[:count], arrays[count:]
-        scales, numbers = rest[:scale_count], rest[scale_count:] or arrays[:1] * 2
-        # Row scales, and column scales of the first and the last.
-        scaling = (scales[0], scales[1], scales[-1]) if scales else arrays[:1] * 3
-        *rows, columns = hidden[0].shape
-        codes = jax.ShapeDtypeStruct(hidden[0].shape, dtype)
-        of_result = jax.ShapeDtypeStruct(codes.shape, jnp.int8 if in_int8 else dtype)
-        exponents = jax.ShapeDtypeStruct((*rows, -(-columns // size)), jnp.uint8)
-        maxima = jax.ShapeDtypeStruct((*rows, -(-columns // per_maximum)), jnp.float32)
-        return launch(
-            kernel,
-            hidden[0],
-            hidden[-1],
-            *(scaling if exact else ()),
-            *numbers,
-            outputs=[codes, exponents, codes, exponents, *[of_result] * exact, maxima],
-            **_tiles(rows, columns, size, pass_),
-            PER_MAXIMUM=per_maximum,
-            NAME=act,
-            GATED=count == 2,
-            STOCHASTIC=stochastic,
-            F8=format_of(dtype),
-            FAST=not dispatch.interpreting(),
-        )
-
-    blocked = ["b s f", f"b s f/{size}"]
-    results = [*blocked, *blocked, *["b s f"] * exact, f"b s f/{per_maximum}"]
-    operands = ["b s f"] * count + (["b s"] + ["f"] * len(products)) * bool(products)
-    operands += ["b s", f"f/{size}"] * stochastic
-    written = run_sharded(run, [*values, *scales, *numbers], operands, results)
-    blocks = (Blocks(*written[:2]), Blocks(*written[2:4]))
-    return blocks[:count], list(written[4:])
+    scales: list[tuple[Array | None, str]] = []
+    if exact:
+        scales = [(None, "")] * 3
+    if products:
+        scales = [(products[0].row_scale, "b s")]
+        scales += [(products[i].column_scale, "f") for i in (0, -1)]
+    blocked = [("b s f", dtype), (f"b s f/{size}", jnp.uint8)]
+    codes = [("b s f", jnp.int8 if in_int8 else dtype)]
+    *stored, maxima = launch_sharded(
+        activation_forward_exact_tile if exact else activation_forward_tile,
+        [
+            (values[0], "b s f"),
+            (values[1] if len(values) == 2 else None, "b s f"),
+            *scales,
+            (first, "b s"),
+            (within, f"f/{size}"),
+        ],
+        [*blocked, *blocked, *codes * exact, (f"b s f/{per_maximum}", jnp.float32)],
+        partial(divide, tile=EXACT if exact else FORWARD, block=size),
+        ACT=Constants(act, len(values) == 2, stochastic, per_maximum),
+        F8=format_of(dtype),
+    )
+    blocks = (Blocks(*stored[:2]), Blocks(*stored[2:4]))
+    return blocks[: len(values)], stored[4] if exact else None, maxima
 
 
 def activation_cast(
@@ -227,23 +193,15 @@ def activation_cast(
     """act(hidden) / scale as FP8 codes, in the blocks' format."""
     from coat_jax.kernels.triton.activation import activation_cast_tile
 
-    def run(scale: Array, *parts: Array) -> list[Array]:
-        *rows, columns = parts[0].shape
-        return launch(
-            activation_cast_tile,
-            *parts[:2],
-            *parts[-2:],
-            scale,
-            outputs=[jax.ShapeDtypeStruct(parts[0].shape, parts[0].dtype)],
-            **_tiles(rows, columns, size, "cast"),
-            NAME=act,
-            GATED=len(parts) == 4,
-            F8=format_of(parts[0].dtype),
-            FAST=not dispatch.interpreting(),
-        )
-
-    parts = [part for blocks in hidden for part in blocks]
-    (result,) = run_sharded(run, [scale, *parts], ["", *_axes(hidden, size)], ["b s f"])
+    dtype = hidden[0].codes.dtype
+    (result,) = launch_sharded(
+        activation_cast_tile,
+        [*_inputs(hidden, size), (scale, "")],
+        [("b s f", dtype)],
+        partial(divide, tile=CAST, block=size),
+        ACT=Constants(act, len(hidden) == 2),
+        F8=format_of(dtype),
+    )
     return result
 
 
@@ -263,24 +221,14 @@ def activation_rescale(
 
     per_maximum = max(size, COLUMNS_PER_MAXIMUM)
     in_int8 = codes.dtype == jnp.int8
-
-    def run(codes: Array, maxima: Array, scale: Array) -> list[Array]:
-        *rows, columns = codes.shape
-        formats: dict[str, Any] = {}
-        if not in_int8:
-            formats = {"F8": format_of(codes.dtype), "FAST": not dispatch.interpreting()}
-        return launch(
-            int8_rescale_tile if in_int8 else activation_rescale_tile,
-            codes,
-            maxima,
-            scale,
-            outputs=[jax.ShapeDtypeStruct(codes.shape, codes.dtype)],
-            **_tiles(rows, columns, per_maximum, "cast"),
-            **formats,
-        )
-
-    axes = ["b s f", f"b s f/{per_maximum}", "b s" if in_int8 else ""]
-    (result,) = run_sharded(run, [codes, maxima, scale], axes, ["b s f"])
+    constants: dict[str, Any] = {} if in_int8 else {"F8": format_of(codes.dtype)}
+    (result,) = launch_sharded(
+        int8_rescale_tile if in_int8 else activation_rescale_tile,
+        [(codes, "b s f"), (maxima, f"b s f/{per_maximum}"), (scale, "b s" if in_int8 else "")],
+        [("b s f", codes.dtype)],
+        partial(divide, tile=CAST, block=per_maximum),
+        **constants,
+    )
     return result
 
 
@@ -312,62 +260,34 @@ def activation_backward(
         activation_backward_ungated_tile,
     )
 
-    parts = [part for blocks in hidden for part in blocks]
-    da = as_3d(da)
-    numbers: list[Array] = []
+    da, gated, saved = as_3d(da), len(hidden) == 2, hidden[0].codes.dtype
+    of_inputs = rows = columns = None
     if stochastic:
-        numbers = [element_numbers(da.shape, "inputs")[0], *element_numbers(da.shape, "gradients")]
-
-    def run(da: Array, scale: Array, first: Array, last: Array, *rest: Array) -> list[Array]:
-        *rows, columns = da.shape
-        parts, numbers = rest[: 2 * len(hidden)], rest[2 * len(hidden) :]
-        straight = jax.ShapeDtypeStruct(da.shape, dtype)
-        transposed = jax.ShapeDtypeStruct((columns, *rows), dtype)
-        recomputed = jax.ShapeDtypeStruct((columns, *rows), parts[0].dtype)
-        return launch(
-            activation_backward_tile if len(parts) == 4 else activation_backward_ungated_tile,
-            da,
-            *parts[:2],
-            *parts[-2:],
-            scale,
-            first,
-            last,
-            *(numbers or (da, da, da)),
-            outputs=[recomputed, *[straight, transposed] * (len(parts) // 2)],
-            **_tiles(rows, columns, size, "backward"),
-            NAME=act,
-            GATED=len(parts) == 4,
-            STOCHASTIC=stochastic,
-            F8=format_of(parts[0].dtype),
-            GRADIENT_F8=format_of(dtype),
-            FAST=not dispatch.interpreting(),
-        )
-
-    recomputed, *codes = run_sharded(
-        run,
-        [da, scale, gradient_scales[0], gradient_scales[-1], *parts, *numbers],
-        ["b s f", "", "", "", *_axes(hidden, size), *["b s", "b s", "f"][: len(numbers)]],
-        ["f b s", *["b s f", "f b s"] * len(hidden)],
+        of_inputs, _ = element_numbers(da.shape, "inputs")
+        rows, columns = element_numbers(da.shape, "gradients")
+    recomputed, *codes = launch_sharded(
+        activation_backward_tile if gated else activation_backward_ungated_tile,
+        [
+            (da, "b s f"),
+            *_inputs(hidden, size),
+            (scale, ""),
+            (gradient_scales[0], ""),
+            (gradient_scales[-1], ""),
+            (of_inputs, "b s"),
+            (rows, "b s"),
+            (columns, "f"),
+        ],
+        [("f b s", saved), *[("b s f", dtype), ("f b s", dtype)] * len(hidden)],
+        partial(divide, tile=BACKWARD, block=size),
+        ACT=Constants(act, gated, stochastic),
+        F8=format_of(saved),
+        GRADIENT_F8=format_of(dtype),
     )
     return recomputed, list(zip(codes[::2], codes[1::2], strict=True))
 
 
-def _axes(hidden: Sequence[Blocks], size: int) -> list[str]:
-    """The named axes of the codes and exponents of blocks, for `run_sharded`."""
-    return ["b s f", f"b s f/{size}"] * len(hidden)
-
-
-def _tiles(rows: Sequence[int], columns: int, size: int, pass_: str) -> dict[str, Any]:
-    """The arguments of `launch` that divide an array into tiles."""
-    count = math.prod(rows)
-    tile_rows, tile_columns, warps = TILES[pass_]
-    tile_columns = max(tile_columns, size)
-    return {
-        "programs": tile_count(count, columns, tile_rows, tile_columns),
-        "warps": warps,
-        "ROWS": count,
-        "COLUMNS": columns,
-        "TILE_ROWS": tile_rows,
-        "TILE_COLUMNS": tile_columns,
-        "SIZE": size,
-    }
+def _inputs(hidden: Sequence[Blocks], size: int) -> list[tuple[Array | None, str]]:
+    """The codes and exponents of gate and up; None without an up."""
+    parts: list[Array | None] = [part for blocks in hidden for part in blocks]
+    axes = ["b s f", f"b s f/{size}"] * 2
+    return list(zip([*parts, None, None][:4], axes, strict=True))

@@ -8,7 +8,7 @@ overwritten where the caller donates them.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,19 +22,33 @@ from coat_jax.kernels.adam import (
     Leaf,
     LeafResult,
     Settings,
+    StepNumbers,
     adam_reference,
     numbers_of_step,
 )
 from coat_jax.kernels.launch import launch
-from coat_jax.kernels.leaf_layout import layout_constants, layout_of
+from coat_jax.kernels.leaf_layout import layout_of
 from coat_jax.kernels.leaf_sharding import LeafShard, run_sharded_leaves
-from coat_jax.kernels.moment_format import moment_format
+from coat_jax.kernels.moment_format import MomentFormat, moment_format
 from coat_jax.numerics import mesh_axes, noise
-from coat_jax.numerics.expansion import Expanded, Rounding
+from coat_jax.numerics.expansion import Expanded
 
 WARPS = 2
 BUCKET = 8  # small leaves per launch
 SMALL = 2**20  # a leaf with fewer elements is small
+
+
+class StepConstants(NamedTuple):
+    """The constants of the kernel."""
+
+    has_param: bool
+    nesterov: bool
+    eps_root: bool  # whether it is not zero
+    round_param: bool
+    may_skip: bool
+    mu: MomentFormat
+    nu: MomentFormat
+    number: StepNumbers = NUMBER
 
 
 def adam_step(
@@ -98,9 +112,7 @@ def adam_step(
             smallest_v=settings.storage.resolution_of_second(),
         )
         keys = _keys(settings.storage.seed, count, ids, leaves)
-        eps_root = not (isinstance(hyper.eps_root, int | float) and hyper.eps_root == 0)
-        may_skip = hyper.skip is not False
-        first = settings.storage.rounding_of_first(hyper.b1)
+        constants = _constants(hyper, settings, has_param=leaves[waiting[0]].param is not None)
         for bucket in _buckets(waiting, leaves, dtypes):
             table = jnp.array([(i, decayed[i]) for i in bucket], jnp.int32)
             results = _step_together(
@@ -109,10 +121,8 @@ def adam_step(
                 numbers,
                 keys,
                 dtype=dtypes[bucket[0]],
-                settings=settings,
-                first=first,
-                eps_root=eps_root,
-                may_skip=may_skip,
+                constants=constants,
+                group_size=settings.storage.group_size,
             )
             stepped.update(zip(bucket, results, strict=True))
     return [stepped[i] for i in range(len(leaves))]
@@ -187,8 +197,22 @@ def _buckets(
     return alone + buckets
 
 
+def _constants(hyper: Hyper, settings: Settings, *, has_param: bool) -> StepConstants:
+    storage = settings.storage
+    resolution = storage.resolution_of_second()
+    return StepConstants(
+        has_param=has_param,
+        nesterov=settings.nesterov,
+        eps_root=not (isinstance(hyper.eps_root, int | float) and hyper.eps_root == 0),
+        round_param=settings.round_params,
+        may_skip=hyper.skip is not False,
+        mu=moment_format(storage.first, storage.rounding_of_first(hyper.b1), resolution),
+        nu=moment_format(storage.second, storage.rounding_of_second(), resolution),
+    )
+
+
 # Under jit a launch is traced once for all buckets of the same shapes. XLA inlines it.
-@functools.partial(jax.jit, static_argnames=("dtype", "settings", "first", "eps_root", "may_skip"))
+@functools.partial(jax.jit, static_argnames=("dtype", "constants", "group_size"))
 def _step_together(
     leaves: Sequence[Leaf],
     table: Int32[Array, "leaves 2"],
@@ -196,18 +220,13 @@ def _step_together(
     keys: UInt32[Array, "..."],
     *,
     dtype: np.dtype,
-    settings: Settings,
-    first: Rounding,
-    eps_root: bool,
-    may_skip: bool,
+    constants: StepConstants,
+    group_size: int,
 ) -> list[LeafResult]:
     """Steps one leaf, or BUCKET of them, in one launch; `table` has (index, decayed) of each.
 
     Directions have the `dtype`.
     """
-    storage = settings.storage
-    resolution = storage.resolution_of_second()
-    has_param = leaves[0].param is not None
     corrected = leaves[0].correction is not None
     # Without parameters the kernel does not read the first pointer.
     arrays = [
@@ -216,16 +235,18 @@ def _step_together(
         for leaf in leaves
     ]
     inputs_per_leaf, results_per_leaf = (9, 8) if corrected else (8, 7)
+    in_bfloat16 = arrays[0][0].dtype == jnp.bfloat16
+    constants = constants._replace(round_param=constants.round_param and in_bfloat16)
 
     def on_shards(
         shared: Sequence[Array], local: Sequence[Sequence[Array]], shards: Sequence[LeafShard]
     ) -> list[list[Array]]:
         numbers, keys, table = shared
-        layout, programs = layout_of(shards, table, storage.group_size)
+        layout, programs, constants_of_leaves = layout_of(shards, table, group_size)
         aliases = {}
         for i in range(len(local)):
             first_in, first_out = 3 + inputs_per_leaf * i, results_per_leaf * i
-            if has_param:
+            if constants.has_param:
                 aliases[first_in] = first_out
             aliases |= {first_in + k: first_out + k - 1 for k in range(2, inputs_per_leaf)}
         results = launch(
@@ -238,29 +259,21 @@ def _step_together(
                 result
                 for param, _, *moments in local
                 for result in (
-                    jax.ShapeDtypeStruct(param.shape, param.dtype if has_param else dtype),
+                    jax.ShapeDtypeStruct(
+                        param.shape, param.dtype if constants.has_param else dtype
+                    ),
                     *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in moments),
                 )
             ],
             aliases=aliases,
             programs=programs,
             warps=WARPS,
-            HAS_PARAM=has_param,
-            NESTEROV=settings.nesterov,
-            EPS_ROOT=eps_root,
-            ROUND_PARAM=settings.round_params and arrays[0][0].dtype == jnp.bfloat16,
-            MAY_SKIP=may_skip,
-            MU=moment_format(storage.first, first, resolution),
-            NU=moment_format(storage.second, storage.rounding_of_second(), resolution),
-            NUMBER=NUMBER,
-            FAST=not dispatch.interpreting(),
-            **layout_constants(shards, storage.group_size),
+            STEP=constants,
+            LEAVES=constants_of_leaves,
         )
         return [results[k : k + results_per_leaf] for k in range(0, len(results), results_per_leaf)]
 
-    stepped = run_sharded_leaves(
-        on_shards, [numbers, keys, table], arrays, group_size=storage.group_size
-    )
+    stepped = run_sharded_leaves(on_shards, [numbers, keys, table], arrays, group_size=group_size)
     return [LeafResult(r[0], Expanded(*r[1:4]), Expanded(*r[4:7]), *r[7:]) for r in stepped]
 
 

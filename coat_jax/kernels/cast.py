@@ -10,28 +10,37 @@ Hopper multiplies FP8 only where both operands are contiguous along the axis tha
 weight or a gradient is summed over its columns in one product and over its rows in another, so it
 is needed in both layouts. XLA's own transpose of FP8 is several times slower.
 
-`cast_with_lengths` also returns the Euclidean length of each row of rounded values. The kernel
-writes one sum of squares per row and 16 columns, or fewer where a mesh shards the columns finely.
+It can also return the Euclidean length of each row of rounded values. The kernel then writes one
+sum of squares per row and 16 columns, or fewer where a mesh shards the columns finely.
 """
 
 import itertools
 import math
-from typing import Literal
+from functools import partial
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax.kernels import dispatch
-from coat_jax.kernels.launch import launch, tile_count
-from coat_jax.kernels.sharding import as_3d, divides_cleanly, run_sharded
+from coat_jax.kernels.launch import Tile, divide
+from coat_jax.kernels.sharding import as_3d, divides_cleanly, launch_sharded
 from coat_jax.numerics.formats import format_of, round_at_random, saturating_cast
 from coat_jax.numerics.noise import NoiseStream, element_numbers, of_elements
 
 Layout = Literal["straight", "transposed", "both"]
-TILE_ROWS, TILE_COLUMNS, WARPS = 128, 64, 4
+TILE = Tile(128, 64, 4)
 COLUMNS_PER_SUM = 16  # at most
+
+
+class Cast(NamedTuple):
+    """The constants of the kernel."""
+
+    straight: bool
+    transposed: bool
+    per_sum: int  # columns of a sum of squares; 0 without sums
+    stochastic: bool
 
 
 def cast_reference(
@@ -51,19 +60,6 @@ def cast_reference(
     return straight, jnp.moveaxis(codes, -1, 0) if layout != "straight" else None
 
 
-def cast(
-    x: Float[Array, "*rows D"],
-    scale: Float[Array, ""],
-    dtype: DTypeLike,
-    layout: Layout,
-    *,
-    stream: NoiseStream | None = None,
-) -> tuple[Array | None, Array | None]:
-    """`cast_reference` as a kernel."""
-    straight, transposed, _ = _cast(x, scale, dtype, layout, stream, with_sums=False)
-    return straight, transposed
-
-
 def lengths_reference(
     codes: Float[Array, "*rows D"], scale: Float[Array, ""]
 ) -> Float[Array, "*rows"]:
@@ -74,76 +70,40 @@ def lengths_reference(
     return jnp.sqrt(jnp.sum(jnp.square(codes.astype(jnp.float32)), axis=-1)) * scale
 
 
-def cast_with_lengths(
+def cast(
     x: Float[Array, "*rows D"],
     scale: Float[Array, ""],
     dtype: DTypeLike,
     layout: Layout,
     *,
     stream: NoiseStream | None = None,
-) -> tuple[Array | None, Array | None, Float[Array, "*rows"]]:
-    """`cast`, and `lengths_reference` of the codes, in one pass."""
-    straight, transposed, squares = _cast(x, scale, dtype, layout, stream, with_sums=True)
-    assert squares is not None
-    return straight, transposed, jnp.sqrt(jnp.sum(squares, axis=-1)) * scale
-
-
-def _cast(
-    x: Array,
-    scale: Array,
-    dtype: DTypeLike,
-    layout: Layout,
-    stream: NoiseStream | None,
-    *,
-    with_sums: bool,
+    lengths: bool = False,
 ) -> tuple[Array | None, Array | None, Array | None]:
-    """The codes in the layouts that are wanted, and sums of their squares."""
+    """`cast_reference` as a kernel; with `lengths` also `lengths_reference`, in the same pass."""
     from coat_jax.kernels.triton.cast import ENTRIES
 
     *rows_shape, width = x.shape
     x = as_3d(x)
-    results = {"straight": ["b s d"], "transposed": ["d b s"], "both": ["b s d", "d b s"]}[layout]
-    per_sum = columns_per_sum(width) if with_sums else 0
-    sums = [f"b s d/{per_sum}"] if with_sums else []
-
-    numbers = element_numbers(x.shape, stream) if stream is not None else ()
-
-    def run(x: Array, scale: Array, *numbers: Array) -> list[Array]:
-        rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
-        shapes = {"b s d": x.shape, "d b s": (columns, *x.shape[:-1])}
-        return launch(
-            ENTRIES[layout == "both", with_sums],
-            x,
-            scale,
-            *(numbers or (x, x)),
-            outputs=[
-                *(jax.ShapeDtypeStruct(shapes[axes], dtype) for axes in results),
-                *(
-                    jax.ShapeDtypeStruct((*x.shape[:-1], -(-columns // per_sum)), jnp.float32)
-                    for _ in sums
-                ),
-            ],
-            programs=tile_count(rows, columns, TILE_ROWS, TILE_COLUMNS),
-            warps=WARPS,
-            ROWS=rows,
-            COLUMNS=columns,
-            STRAIGHT=layout != "transposed",
-            TRANSPOSED=layout != "straight",
-            PER_SUM=per_sum,
-            TILE_ROWS=TILE_ROWS,
-            TILE_COLUMNS=TILE_COLUMNS,
-            STOCHASTIC=stream is not None,
-            F8=format_of(dtype),
-            FAST=not dispatch.interpreting(),
-        )
-
-    operands = ["b s d", "", *["b s", "d"][: len(numbers)]]
-    outputs = run_sharded(run, [x, scale, *numbers], operands, [*results, *sums])
-    codes = outputs[: len(results)]
-    straight = codes[0].reshape(*rows_shape, width) if layout != "transposed" else None
-    transposed = codes[-1].reshape(width, *rows_shape) if layout != "straight" else None
-    squares = outputs[-1].reshape(*rows_shape, outputs[-1].shape[-1]) if with_sums else None
-    return straight, transposed, squares
+    straight, transposed = layout != "transposed", layout != "straight"
+    per_sum = columns_per_sum(width) if lengths else 0
+    outputs = [("b s d", dtype)] * straight + [("d b s", dtype)] * transposed
+    rows, columns = (None, None) if stream is None else element_numbers(x.shape, stream)
+    results = launch_sharded(
+        ENTRIES[layout == "both", lengths],
+        [(x, "b s d"), (scale, ""), (rows, "b s"), (columns, "d")],
+        outputs + [(f"b s d/{per_sum}", jnp.float32)] * lengths,
+        partial(divide, tile=TILE),
+        CAST=Cast(straight, transposed, per_sum, stream is not None),
+        F8=format_of(dtype),
+    )
+    of_rows = None
+    if lengths:
+        of_rows = jnp.sqrt(jnp.sum(results[-1], axis=-1)).reshape(rows_shape) * scale
+    return (
+        results[0].reshape(*rows_shape, width) if straight else None,
+        results[straight].reshape(width, *rows_shape) if transposed else None,
+        of_rows,
+    )
 
 
 def columns_per_sum(columns: int) -> int:

@@ -12,7 +12,6 @@ FP32. The choice is made when a function is traced, and does not change silently
 
 import functools
 import importlib.util
-import os
 from typing import Literal
 
 import jax
@@ -72,13 +71,7 @@ def may_name_algorithm() -> bool:
 
 def triton_installed() -> bool:
     """Whether the packages that the kernels need can be imported."""
-    needed = ("triton", "torch") if interpreting() else ("triton", "jax_triton")
-    return all(importlib.util.find_spec(name) for name in needed)
-
-
-def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter on the CPU, which is slow and for tests only."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    return all(importlib.util.find_spec(name) for name in ("triton", "jax_triton"))
 
 
 @functools.cache

@@ -30,13 +30,7 @@ from jaxtyping import Array, Float
 
 from coat_jax.errors import UserError
 from coat_jax.kernels import dispatch
-from coat_jax.kernels.cast import (
-    Layout,
-    cast,
-    cast_reference,
-    cast_with_lengths,
-    lengths_reference,
-)
+from coat_jax.kernels.cast import Layout, cast, cast_reference, lengths_reference
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.numerics.blocks import fitting_exponent, power_of_two
 from coat_jax.numerics.noise import NoiseStream
@@ -57,14 +51,13 @@ MOST_INT8_COLUMNS = (2**31 - 1) // 128**2
 class Operand(NamedTuple):
     """One side of a product: FP8 codes and their scale, or an array of another dtype and None.
 
-    A kernel makes the codes in one layout only, or in both. `scaled_with_lengths` adds the
-    Euclidean length of each row.
+    A kernel makes the codes in one layout only, or in both.
     """
 
     values: Float[Array, "*rows K"] | None
     transposed: Float[Array, " K *rows"] | None
     scale: Float[Array, ""] | None
-    lengths: Float[Array, "*rows"] | None = None
+    lengths: Float[Array, "*rows"] | None = None  # the Euclidean length of each row
 
 
 def operand(
@@ -104,30 +97,18 @@ def scaled(
     implementation: Implementation = "xla",
     *,
     stream: NoiseStream | None = None,
+    lengths: bool = False,
 ) -> Operand:
-    """Rounds `x` to FP8 with a known scale. "xla" ignores the layout and lets XLA transpose."""
-    if implementation == "xla":
-        codes, _ = cast_reference(x, scale, dtype, "straight", stream=stream)
-        return Operand(codes, None, scale)
-    return Operand(*cast(x, scale, dtype, layout, stream=stream), scale)
+    """Rounds `x` to FP8 with a known scale, and may compute the lengths of the rows.
 
-
-def scaled_with_lengths(
-    x: Float[Array, "*rows K"],
-    scale: Float[Array, ""],
-    dtype: DTypeLike,
-    layout: Layout,
-    implementation: Implementation,
-    *,
-    stream: NoiseStream | None = None,
-) -> Operand:
-    """As `scaled`, with the lengths of the rows."""
+    "xla" ignores the layout and lets XLA transpose.
+    """
     if implementation == "xla":
         codes, _ = cast_reference(x, scale, dtype, "straight", stream=stream)
         assert codes is not None
-        return Operand(codes, None, scale, lengths_reference(codes, scale))
-    straight, transposed, lengths = cast_with_lengths(x, scale, dtype, layout, stream=stream)
-    return Operand(straight, transposed, scale, lengths)
+        return Operand(codes, None, scale, lengths_reference(codes, scale) if lengths else None)
+    straight, transposed, of_rows = cast(x, scale, dtype, layout, stream=stream, lengths=lengths)
+    return Operand(straight, transposed, scale, of_rows)
 
 
 def product(x: Operand, w: Operand, dtype: DTypeLike) -> Float[Array, "*rows N"]:

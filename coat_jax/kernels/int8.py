@@ -13,10 +13,9 @@ The sum is exact in INT32, so it depends neither on the order of its terms nor o
 If a row has a NaN or an infinity, all results of that row are NaN, and only these.
 """
 
-import math
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -24,18 +23,9 @@ from jaxtyping import Array, Float, Int8, Int32
 
 from coat_jax.kernels import gemm
 from coat_jax.kernels.dispatch import Implementation
-from coat_jax.kernels.launch import launch, tile_count
-from coat_jax.kernels.sharding import as_3d, run_sharded
+from coat_jax.kernels.launch import Tile, divide
+from coat_jax.kernels.sharding import as_3d, launch_sharded
 from coat_jax.numerics import eight_bits
-
-
-class Tile(NamedTuple):
-    """The part of an array that one program of a kernel reads."""
-
-    rows: int
-    columns: int
-    warps: int  # of the program
-
 
 ROUNDING_TILE = Tile(128, 64, 4)
 MAXIMA_TILE = Tile(32, 256, 1)  # of one warp, so that each thread finds maxima of whole columns
@@ -110,12 +100,10 @@ def _rows_kernel(x: Float[Array, "*rows K"], largest: Float[Array, "*rows"]) -> 
     """
     from coat_jax.kernels.triton.int8 import int8_rows_tile
 
-    def run(x: Array, largest: Array) -> list[Array]:
-        return _launch(int8_rows_tile, x, largest, out=jax.ShapeDtypeStruct(x.shape, jnp.int8))
-
-    as_blocks = as_3d(x)
-    arrays = [as_blocks, largest.reshape(as_blocks.shape[:-1])]
-    (codes,) = run_sharded(run, arrays, ["b s k", "b s"], ["b s k"])
+    rows = as_3d(x)
+    inputs = [(rows, "b s k"), (largest.reshape(rows.shape[:-1]), "b s")]
+    grid = partial(divide, tile=ROUNDING_TILE)
+    (codes,) = launch_sharded(int8_rows_tile, inputs, [("b s k", jnp.int8)], grid)
     return codes.reshape(x.shape)
 
 
@@ -123,12 +111,9 @@ def _maxima_kernel(w: Float[Array, "K N"]) -> Float[Array, "M N"]:
     """The largest magnitudes of each column in groups of rows: XLA takes several times as long."""
     from coat_jax.kernels.triton.int8 import column_maxima_tile
 
-    def run(w: Array) -> list[Array]:
-        count, width = w.shape
-        maxima = jax.ShapeDtypeStruct((-(-count // MAXIMA_TILE.rows), width), jnp.float32)
-        return _launch(column_maxima_tile, w, out=maxima, tile=MAXIMA_TILE)
-
-    (maxima,) = run_sharded(run, [w], ["k n"], [f"k/{MAXIMA_TILE.rows} n"])
+    outputs = [(f"k/{MAXIMA_TILE.height} n", jnp.float32)]
+    grid = partial(divide, tile=MAXIMA_TILE)
+    (maxima,) = launch_sharded(column_maxima_tile, [(w, "k n")], outputs, grid)
     return maxima
 
 
@@ -136,29 +121,7 @@ def _columns_kernel(w: Float[Array, "K N"], largest: Float[Array, " N"]) -> Int8
     """The codes of a weight's columns, transposed in the pass that rounds them."""
     from coat_jax.kernels.triton.int8 import int8_columns_tile
 
-    def run(w: Array, largest: Array) -> list[Array]:
-        codes = jax.ShapeDtypeStruct(w.shape[::-1], jnp.int8)
-        return _launch(int8_columns_tile, w, largest, out=codes)
-
-    (codes,) = run_sharded(run, [w, largest], ["k n", "n"], ["n k"])
+    inputs = [(w, "k n"), (largest, "n")]
+    grid = partial(divide, tile=ROUNDING_TILE)
+    (codes,) = launch_sharded(int8_columns_tile, inputs, [("n k", jnp.int8)], grid)
     return codes
-
-
-def _launch(
-    kernel: Any, x: Array, *others: Array, out: jax.ShapeDtypeStruct, tile: Tile = ROUNDING_TILE
-) -> list[Array]:
-    """Runs a kernel on the tiles of x; it has one result, of the shape and dtype of `out`."""
-    *rows, width = x.shape
-    count = math.prod(rows)
-    return launch(
-        kernel,
-        x,
-        *others,
-        outputs=[out],
-        programs=tile_count(count, width, tile.rows, tile.columns),
-        warps=tile.warps,
-        ROWS=count,
-        COLUMNS=width,
-        TILE_ROWS=tile.rows,
-        TILE_COLUMNS=tile.columns,
-    )

@@ -1,23 +1,36 @@
-"""Runs Triton kernels on JAX arrays: through jax-triton, or in Triton's interpreter.
+"""Runs Triton kernels on JAX arrays.
 
 The kernels are the `@triton.jit` functions of `coat_jax.kernels.triton`. The functions that launch
 them import them in their body, so that `import coat_jax` needs no Triton.
 """
 
-from __future__ import annotations
-
-import threading
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.kernel_cache import triton_kernel
 
-_ONE_AT_A_TIME = threading.Lock()  # Triton's interpreter keeps its grid in global variables
+
+class Tile(NamedTuple):
+    """The part of an array that one program works on."""
+
+    height: int
+    width: int
+    warps: int  # of the program
+
+
+class Tiles(NamedTuple):
+    """An array in tiles, as constants of kernels."""
+
+    rows: int
+    columns: int
+    height: int  # of a tile
+    width: int
+    block: int  # neighbours in a row that share a number
 
 
 def launch(
@@ -47,8 +60,6 @@ def launch(
             inputs[aliased_input[i]] if i in aliased_input else jnp.zeros(o.shape, o.dtype)
             for i, o in enumerate(outputs)
         ]
-    if dispatch.interpreting():
-        return _interpret(kernel, inputs, outputs, aliases, programs, constants)
     return triton_kernel.bind(
         *inputs,
         kernel=kernel,
@@ -61,54 +72,11 @@ def launch(
     )
 
 
-def tile_count(rows: int, columns: int, tile_rows: int, tile_columns: int) -> int:
-    """How many tiles cover an array [rows, columns]."""
-    return -(-rows // tile_rows) * -(-columns // tile_columns)
-
-
-def _interpret(
-    kernel: Any,
-    inputs: Sequence[jax.Array],
-    outputs: Sequence[jax.ShapeDtypeStruct],
-    aliases: Mapping[int, int],
-    programs: int,
-    constants: Mapping[str, Any],
-) -> list[jax.Array]:
-    """Runs a kernel in Triton's interpreter on one CPU device."""
-    aliased_input = {output: operand for operand, output in aliases.items()}
-
-    def run(*arrays: np.ndarray) -> list[np.ndarray]:
-        pointers = [_to_torch(a) for a in arrays]
-        results = [
-            pointers[aliased_input[i]]
-            if i in aliased_input
-            else _to_torch(np.empty(o.shape, o.dtype))
-            for i, o in enumerate(outputs)
-        ]
-        with _ONE_AT_A_TIME:
-            kernel[(programs,)](*pointers, *results, **constants)
-        return [
-            _to_numpy(r, o.dtype).reshape(o.shape) for r, o in zip(results, outputs, strict=True)
-        ]
-
-    return jax.pure_callback(run, list(outputs), *inputs)
-
-
-def _to_torch(array: np.ndarray) -> Any:
-    """A copy as a torch tensor, which has FP8 and BF16 of its own."""
-    import torch
-
-    array = np.array(array, order="C")  # copies: the kernel may write into it
-    name = array.dtype.name
-    if name not in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
-        return torch.from_numpy(array)
-    integers = array.view(np.dtype(f"i{array.dtype.itemsize}"))
-    return torch.from_numpy(integers).view(getattr(torch, name))
-
-
-def _to_numpy(tensor: Any, dtype: Any) -> np.ndarray:
-    """The memory of a torch tensor as a numpy array."""
-    import torch
-
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    return tensor.view(integers).numpy().view(jnp.dtype(dtype))
+def divide(array: Any, *others: Any, tile: Tile, block: int = 1) -> dict[str, Any]:
+    """Returns the arguments of `launch` that divide its first input [*rows, columns] into tiles."""
+    del others
+    *leading, columns = array.shape
+    rows, width = math.prod(leading), max(tile.width, block)
+    programs = -(-rows // tile.height) * -(-columns // width)
+    tiles = Tiles(rows, columns, tile.height, width, block)
+    return {"programs": programs, "warps": tile.warps, "TILES": tiles}

@@ -33,15 +33,23 @@ class LayoutField(NamedTuple):
     width: int = 7 + 2 * MAX_JUMPS  # of a row
 
 
-FIELD = LayoutField()
+class Leaves(NamedTuple):
+    """The constants with which a kernel reads the table."""
+
+    group: int
+    groups_per_block: int
+    whole: bool  # whether all groups have all their elements
+    full: bool  # whether all blocks do
+    jumps: int
+    field: LayoutField = LayoutField()
 
 
 def layout_of(
     shards: Sequence[LeafShard],
     table: Int32[Array, "leaves 2"] | Sequence[Sequence[int]],
     group_size: int,
-) -> tuple[Int32[Array, "..."], int]:
-    """The layout table, with a row of `LayoutField` per leaf; and the number of blocks.
+) -> tuple[Int32[Array, "..."], int, Leaves]:
+    """The layout table, with a row of `LayoutField` per leaf; the number of blocks; the constants.
 
     Args:
         shards: the leaves of the launch.
@@ -64,18 +72,9 @@ def layout_of(
         rows += [number for jump in jumps for number in jump]
         blocks += -(-groups * group_size // BLOCK)
     # Stacked from scalars, which XLA folds: custom_partitioning takes no array constants.
-    return jnp.stack([jax.lax.convert_element_type(n, jnp.int32) for n in rows]), blocks
-
-
-def layout_constants(shards: Sequence[LeafShard], group_size: int) -> dict[str, Any]:
-    """The constants with which a kernel reads the table."""
+    layout = jnp.stack([jax.lax.convert_element_type(n, jnp.int32) for n in rows])
     whole = all(shard.shape and shard.shape[-1] % group_size == 0 for shard in shards)
-    return {
-        "GROUP": group_size,
-        "GROUPS_PER_BLOCK": BLOCK // group_size,
-        "WHOLE": whole,
-        # A row whose last group is short needs masks, however many elements there are.
-        "FULL": whole and all(math.prod(shard.shape) % BLOCK == 0 for shard in shards),
-        "JUMPS": max(len(shard.jumps) for shard in shards),
-        "FIELD": FIELD,
-    }
+    # A row whose last group is short needs masks, however many elements there are.
+    full = whole and all(math.prod(shard.shape) % BLOCK == 0 for shard in shards)
+    most = max(len(shard.jumps) for shard in shards)
+    return layout, blocks, Leaves(group_size, BLOCK // group_size, whole, full, most)

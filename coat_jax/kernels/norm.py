@@ -4,21 +4,38 @@
     layer   y = (x - mean(x)) / sqrt(var(x) + eps) * scale + shift
 
 `statistics`, `normalize` and `normalize_backward` are the references, in FP32. Besides its input,
-the gradient needs `Stats`: one or two numbers per row. `norm_launch` has the kernels, which take
-the scale of norm(x) in FP8 from `bound_of_norm`.
+the gradient needs `Stats`: one or two numbers per row. The kernels go from FP8 to FP8:
+
+    norm_forward    x -> blocks, statistics, norm(x) as one FP8 tensor, or as rows of INT8
+    norm_cast       blocks, statistics -> norm(x) as one FP8 tensor, transposed
+    norm_backward   blocks, statistics, gradient of norm(x) -> gradients of x, scale and shift
+
+The forward pass reads x once: the tensor's scale comes from `bound_of_norm`, so it need not wait
+for all rows. The backward pass recomputes norm(x) from the blocks, which have half the bytes of x.
 """
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
+
+from coat_jax.kernels.launch import Tile, divide
+from coat_jax.kernels.sharding import as_3d, launch_sharded
+from coat_jax.numerics.blocks import Blocks, block_numbers
+from coat_jax.numerics.formats import format_of
+from coat_jax.numerics.noise import NoiseStream, element_numbers
 
 NormKind = Literal["rms", "layer"]
 KINDS = ("rms", "layer")
+WIDEST = 16384  # columns that one program of a kernel holds
+CAST = Tile(64, 128, 4)  # of norm_cast
+ROWS_PER_SUM = 32  # rows over which one program sums the gradients of scale and shift
 
 
 class Stats(NamedTuple):
@@ -120,3 +137,167 @@ def bound_of_norm(norm: Norm, columns: int, rounding: float = 0.0) -> Float[Arra
 def _centered(x: Float[Array, "*rows D"], stats: Stats) -> Float[Array, "*rows D"]:
     x = x.astype(jnp.float32)
     return x if stats.mean is None else x - stats.mean
+
+
+# --- Kernels ---------------------------------------------------------------------------------
+
+
+class Constants(NamedTuple):
+    """The constants of the kernels."""
+
+    columns: int
+    width: int  # of a program's row: a power of two
+    block: int  # the size of the saved blocks
+    layer: bool
+    has_scale: bool
+    has_shift: bool
+    eps: float
+    exact: bool = False  # whether the norm is of x itself, not of its blocks
+    stochastic: bool = False
+    residual: bool = False
+    sums: int = 1  # rows that a program sums over
+
+
+def norm_forward(
+    x: Float[Array, "*rows D"],
+    norm: Norm,
+    scale: Float[Array, ""],
+    dtype: DTypeLike,
+    size: int,
+    *,
+    exact: bool = False,
+    stochastic: bool = False,
+    in_int8: bool = False,
+) -> tuple[Blocks, Stats, Array, Float[Array, "B S"] | None]:
+    """Blocks of `x`, with rows [B, S]; its statistics; and norm(x) / scale as FP8 codes.
+
+    Statistics and norm are of the values that the blocks decode to, or of `x` itself if `exact`.
+    The blocks are rounded to nearest, or like `to_blocks(stochastic=True)`. With `in_int8` the
+    codes are those of `int8.round_rows`, whose largest magnitudes are the last result; `scale` is
+    not used.
+    """
+    from coat_jax.kernels.triton.norm import norm_forward_row, norm_forward_row_int8
+
+    x = as_3d(x)
+    if x.shape[-1] > WIDEST:
+        raise ValueError(
+            f"The norm kernel holds rows of up to {WIDEST} columns, not {x.shape[-1]}. Use "
+            'implementation="xla".'
+        )
+
+    row, number = "b s !d", ("b s !one", jnp.float32)
+    numbers = block_numbers(x.shape, size).first if stochastic else None
+    constants = _constants(norm, x.shape[-1], size)._replace(exact=exact, stochastic=stochastic)
+    codes, exponents, inverse, mean, normalized, *largest = launch_sharded(
+        norm_forward_row_int8 if in_int8 else norm_forward_row,
+        [(x, row), (numbers, "b s"), *[(scale, "")] * (not in_int8), *_parameters(norm, "!d")],
+        [
+            *((row, dtype), (f"{row}/{size}", jnp.uint8), number, number),
+            *((row, jnp.int8 if in_int8 else dtype), *[number] * in_int8),
+        ],
+        partial(_rows, warps=min(_warps(x.shape[-1]), 8)),
+        NORM=constants,
+        F8=format_of(dtype),
+    )
+    stats = Stats(mean if norm.kind == "layer" else None, inverse)
+    return Blocks(codes, exponents), stats, normalized, largest[0][..., 0] if in_int8 else None
+
+
+def norm_cast(
+    blocks: Blocks,
+    stats: Stats,
+    norm: Norm,
+    scale: Float[Array, ""],
+    size: int,
+    *,
+    stream: NoiseStream | None = None,
+) -> Array:
+    """norm(x) / scale as FP8 codes [D, B, S], in the format of the blocks; rounded like `cast`."""
+    from coat_jax.kernels.triton.norm import norm_cast_tile
+
+    dtype = blocks.codes.dtype
+    rows, columns = (None,) * 2 if stream is None else element_numbers(blocks.codes.shape, stream)
+    constants = _constants(norm, blocks.codes.shape[-1], size)
+    (result,) = launch_sharded(
+        norm_cast_tile,
+        [
+            *((blocks.codes, "b s d"), (blocks.exponents, f"b s d/{size}"), (scale, "")),
+            *((stats.inverse, "b s !one"), (stats.mean, "b s !one")),
+            *((rows, "b s"), (columns, "d"), *_parameters(norm, "d")),
+        ],
+        [("d b s", dtype)],
+        partial(divide, tile=CAST, block=size),
+        NORM=constants._replace(stochastic=stream is not None),
+        F8=format_of(dtype),
+    )
+    return result
+
+
+def norm_backward(
+    blocks: Blocks,
+    stats: Stats,
+    norm: Norm,
+    dn: Float[Array, "B S D"],
+    residual: Float[Array, "B S D"] | None,
+    size: int,
+) -> tuple[Float[Array, "B S D"], Norm]:
+    """The gradients of x, in dn's dtype, and of the norm's parameters.
+
+    Args:
+        blocks: of x, as saved.
+        stats: its statistics.
+        norm: the norm.
+        dn: the gradient of norm(x).
+        residual: added to the gradient of x, or None.
+        size: of the blocks.
+    """
+    from coat_jax.kernels.triton.norm import NORM_BACKWARD
+
+    columns = blocks.codes.shape[-1]
+    learned = [p for p in (norm.scale, norm.shift) if p is not None]
+    sums = math.gcd(blocks.codes.shape[1], ROWS_PER_SUM)
+    constants = _constants(norm, columns, size)
+    row, number = "b s !d", "b s !one"
+    dx, *sums_of_rows = launch_sharded(
+        NORM_BACKWARD[len(learned)],
+        [
+            *((blocks.codes, row), (blocks.exponents, f"{row}/{size}"), (dn, row)),
+            *((stats.inverse, number), (stats.mean, number), (residual, row), (norm.scale, "!d")),
+        ],
+        [(row, dn.dtype), *[(f"b s/{sums} !d", jnp.float32)] * len(learned)],
+        partial(_rows, per_program=sums, warps=_warps(columns)),
+        NORM=constants._replace(residual=residual is not None, sums=sums),
+    )
+    gradients = [
+        jnp.sum(part, axis=(0, 1)).astype(parameter.dtype)
+        for parameter, part in zip(learned, sums_of_rows, strict=True)
+    ]
+    d_scale = None if norm.scale is None else gradients[0]
+    d_shift = None if norm.shift is None else gradients[-1]
+    return dx, dataclasses.replace(norm, scale=d_scale, shift=d_shift)
+
+
+def _constants(norm: Norm, columns: int, size: int) -> Constants:
+    has = norm.scale is not None, norm.shift is not None
+    layer = norm.kind == "layer"
+    return Constants(columns, max(_width(columns), size), size, layer, *has, norm.eps)
+
+
+def _parameters(norm: Norm, axes: str) -> list[tuple[Array | None, str]]:
+    return [(norm.scale, axes), (norm.shift, axes)]
+
+
+def _rows(x: Array, *others: Array, warps: int, per_program: int = 1) -> dict[str, Any]:
+    """The arguments of `launch` for programs that hold whole rows."""
+    del others
+    return {"programs": math.prod(x.shape[:-1]) // per_program, "warps": warps}
+
+
+def _width(columns: int) -> int:
+    """The next power of two, because the sizes of Triton's arrays must be powers of two."""
+    return 1 << (columns - 1).bit_length()
+
+
+def _warps(columns: int) -> int:
+    """About 8 columns per thread."""
+    return min(max(_width(columns) // 256, 1), 16)

@@ -9,16 +9,16 @@ result exceeds sqrt(2) times the largest input. That bounds the FP8 tensor befor
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax.kernels import dispatch
 from coat_jax.kernels.cast import cast_reference
-from coat_jax.kernels.launch import launch, tile_count
-from coat_jax.kernels.sharding import run_sharded
+from coat_jax.kernels.launch import Tile, Tiles, divide
+from coat_jax.kernels.sharding import launch_sharded
 from coat_jax.numerics.formats import format_of
 from coat_jax.numerics.noise import NoiseStream, element_numbers
 
@@ -97,42 +97,33 @@ def rotary_backward_cast(
     """`rotary_backward_cast_reference` as a kernel."""
     from coat_jax.kernels.triton.rotary import rotary_backward_cast_heads
 
-    width = y.shape[2] * y.shape[3]
-    numbers = []
+    width, head = y.shape[2] * y.shape[3], y.shape[3]
+    rows = columns = None
     if stream is not None:
         rows, columns = element_numbers((*y.shape[:2], width), stream)
-        numbers = [rows, columns.reshape(y.shape[2:])]
+        columns = columns.reshape(y.shape[2:])
 
-    def run(y: Array, cos: Array, sin: Array, scale: Array, *numbers: Array) -> list[Array]:
-        *rows, heads, head = y.shape
-        count, columns = math.prod(rows), heads * head
-        return launch(
-            rotary_backward_cast_heads,
-            y,
-            cos,
-            sin,
-            scale,
-            *(numbers or (y, y)),
-            outputs=[
-                jax.ShapeDtypeStruct(y.shape, dtype),
-                jax.ShapeDtypeStruct((heads, head, *rows), dtype),
-            ],
-            programs=tile_count(count, columns, TILE_ROWS, HEADS * head),
-            warps=WARPS,
-            ROWS=count,
-            COLUMNS=columns,
-            TABLE_ROWS=math.prod(cos.shape[:-1]),
-            HALF=head // 2,
-            HEADS=HEADS,
-            TILE_ROWS=TILE_ROWS,
-            STOCHASTIC=stream is not None,
-            F8=format_of(dtype),
-            FAST=not dispatch.interpreting(),
-        )
+    def grid(y: Array, cos: Array, *others: Array) -> dict[str, Any]:
+        del others
+        flat = jax.ShapeDtypeStruct((*y.shape[:2], y.shape[2] * head), y.dtype)
+        angles = Tiles(math.prod(cos.shape[:-1]), head // 2, 1, head // 2, 1)
+        tiles = divide(flat, tile=Tile(TILE_ROWS, HEADS * head, WARPS), block=head)
+        return {"ANGLES": angles, **tiles}
 
     table = "b s !p" if cos.ndim == 3 else "s !p"
-    operands = ["b s n !h", table, table, "", *["b s", "n !h"][: len(numbers)]]
-    straight, transposed = run_sharded(
-        run, [y, cos, sin, scale, *numbers], operands, ["b s n !h", "n !h b s"]
+    straight, transposed = launch_sharded(
+        rotary_backward_cast_heads,
+        [
+            (y, "b s n !h"),
+            (cos, table),
+            (sin, table),
+            (scale, ""),
+            (rows, "b s"),
+            (columns, "n !h"),
+        ],
+        [("b s n !h", dtype), ("n !h b s", dtype)],
+        grid,
+        STOCHASTIC=stream is not None,
+        F8=format_of(dtype),
     )
     return straight.reshape(*y.shape[:2], width), transposed.reshape(width, *y.shape[:2])

@@ -1,7 +1,7 @@
 """Runs a kernel over sharded arrays, each device on its own shards.
 
 XLA cannot look into a kernel: left alone it gathers the operands and replicates the results.
-`run_sharded` gives the call a sharding rule. Every axis has a name, and axes of the same name are
+`run_placed` gives the call a sharding rule. Every axis has a name, and axes of the same name are
 sharded alike:
 
     "b s f"        the rows and columns of an array
@@ -10,13 +10,23 @@ sharded alike:
     "!d"           an axis that every device needs whole
 
 The first operand that has an axis decides how it is sharded.
+
+Until XLA partitions a program, the call holds the address of a Python function, which differs in
+every process, so JAX's cache of compiled programs would never find the program again. The trainer
+therefore tells JAX to leave the address out of the key
+(`jax_remove_custom_partitioning_ptr_from_cache_key`). Two programs that differ only in a kernel
+would then share a key, so the call is in a function whose name contains the kernel's hash.
 """
 
+import functools
+import hashlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import jax
 from jax.experimental.custom_partitioning import (
     ArrayMapping,
     CompoundFactor,
@@ -24,47 +34,119 @@ from jax.experimental.custom_partitioning import (
     custom_partitioning,
 )
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from coat_jax.kernels.cache_key import call_with_stable_key
+from coat_jax.kernels.launch import launch
 from coat_jax.numerics import mesh_axes
 
-Kernel = Callable[..., Sequence[Array]]
+
+class Placement(NamedTuple):
+    """How the named axes of arrays are sharded over a mesh."""
+
+    mesh: Any
+    entries: dict[str, Any]  # of PartitionSpecs, for the axes that are sharded
 
 
-def run_sharded(
-    run: Kernel, arrays: Sequence[Array], operands: Sequence[str], results: Sequence[str]
+UNSHARDED = Placement(None, {})
+
+
+def launch_sharded(
+    kernel: Any,
+    inputs: Sequence[tuple[Array | None, str]],
+    outputs: Sequence[tuple[str, DTypeLike]],
+    grid: Callable[..., dict[str, Any]],
+    **constants: Any,
+) -> tuple[Array, ...]:
+    """Launches a kernel, on each device for its own shards.
+
+    Args:
+        kernel: a `@triton.jit` function.
+        inputs: arrays and their named axes; None for an array that the kernel does not read.
+        outputs: the named axes and the dtype of each result. An axis that no input has is 1.
+        grid: of the shards, the arguments of `launch` that depend on their shapes.
+        constants: the kernel's other `tl.constexpr` parameters.
+    """
+    arrays = [array for array, _ in inputs if array is not None]
+    operands = [axes for array, axes in inputs if array is not None]
+
+    def run(_: Placement, *shards: Array) -> Sequence[Array]:
+        sizes = _NamedAxes([s.shape for s in shards], operands, []).sizes
+
+        def size(axis: str) -> int:
+            name, block = _parse(axis)
+            return -(-sizes.get(name, 1) // block)
+
+        rest = iter(shards)
+        # A pointer that is not read is that of the first input.
+        pointers = [shards[0] if array is None else next(rest) for array, _ in inputs]
+        results = [
+            jax.ShapeDtypeStruct(tuple(map(size, axes.split())), dtype) for axes, dtype in outputs
+        ]
+        return launch(kernel, *pointers, outputs=results, **grid(*pointers), **constants)
+
+    return run_placed(run, arrays, operands, [axes for axes, _ in outputs])
+
+
+def run_placed(
+    run: Callable[..., Sequence[Array]],
+    arrays: Sequence[Array],
+    operands: Sequence[str],
+    results: Sequence[str],
 ) -> tuple[Array, ...]:
     """Calls `run` on the shards of `arrays` that each device holds.
 
     Args:
-        run: (*arrays) -> results, for arrays of any size along the axes that may be sharded.
+        run: (placement, *arrays) -> results, for arrays of any size along the axes that may be
+            sharded. From the placement it can compute which shards it has.
         arrays: the operands.
         operands: the named axes of each operand, as above.
         results: the named axes of each result.
     """
-    shapes = [a.shape for a in arrays]
-    axes = _NamedAxes(shapes, operands, results)
+    axes = _NamedAxes([a.shape for a in arrays], operands, results)
 
-    @custom_partitioning
     def whole(*arrays: Array) -> tuple[Array, ...]:
-        return tuple(run(*arrays))
+        return tuple(run(UNSHARDED, *arrays))
 
     def partition(mesh: Any, operand_types: Sequence[Any], result_types: Sequence[Any]) -> Any:
         del result_types
-        sharded = axes.sharded(mesh, [a.sharding for a in operand_types])
+        placement = Placement(mesh, axes.sharded(mesh, [a.sharding for a in operand_types]))
         shardings = [
-            tuple(NamedSharding(mesh, axes.spec(array, sharded)) for array in group)
+            tuple(NamedSharding(mesh, axes.spec(array, placement.entries)) for array in group)
             for group in (operands, results)
         ]
-        return mesh, lambda *shards: tuple(run(*shards)), shardings[1], shardings[0]
+
+        def on_shards(*shards: Array) -> tuple[Array, ...]:
+            # Nothing is sharded in here. On an explicit mesh JAX would annotate what is computed,
+            # which XLA cannot compile after it has partitioned the program.
+            with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+                return tuple(run(placement, *shards))
+
+        return mesh, on_shards, shardings[1], shardings[0]
 
     def rule(mesh: Any, operand_types: Sequence[Any], result_types: Sequence[Any]) -> Any:
         del operand_types, result_types
         return axes.rule(mesh)
 
-    whole.def_partition(partition, sharding_rule=rule)
-    return tuple(call_with_stable_key(whole, run, arrays))
+    partitioned = custom_partitioning(whole)
+    partitioned.def_partition(partition, sharding_rule=rule)
+
+    def kernel(*arrays: Array) -> tuple[Array, ...]:
+        found: tuple[Array, ...] = partitioned(*arrays)
+        return found
+
+    program = str(jax.make_jaxpr(whole)(*arrays)) + _sources()
+    kernel.__name__ = f"kernel_{hashlib.sha256(program.encode()).hexdigest()[:16]}"
+    return jax.jit(kernel)(*arrays)
+
+
+@functools.cache
+def _sources() -> str:
+    """A hash of the kernels' source files: a jaxpr holds only their names."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 class _NamedAxes:
@@ -74,6 +156,7 @@ class _NamedAxes:
         sizes: of each axis.
         blocks: how many neighbours along each axis must stay on one device.
         whole: the axes that cannot be sharded.
+        beside: the axes of all arrays that have an axis.
     """
 
     def __init__(
@@ -83,10 +166,12 @@ class _NamedAxes:
         self.sizes: dict[str, int] = {}
         self.blocks: dict[str, int] = {}
         self.whole: set[str] = set()
+        self.beside: dict[str, set[str]] = {}
         for axes in (*operands, *results):
             for axis in axes.split():
                 name, block = _parse(axis)
                 self.blocks[name] = math.lcm(self.blocks.get(name, 1), block)
+                self.beside.setdefault(name, set()).update(_parse(a)[0] for a in axes.split())
                 if axis.startswith("!"):
                     self.whole.add(name)
         for shape, axes in zip(shapes, operands, strict=True):
@@ -100,18 +185,19 @@ class _NamedAxes:
     def sharded(self, mesh: Any, shardings: Sequence[Any]) -> dict[str, Any]:
         """The PartitionSpec entry of every sharded axis, from the shardings of the operands."""
         sharded: dict[str, Any] = {}
-        used: set[str] = set()
         for sharding, axes in zip(shardings, self.operands, strict=True):
             spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
             for entry, axis in zip(spec, axes.split(), strict=False):
                 name, _ = _parse(axis)
                 names = mesh_axes.names(entry)
-                if name in sharded or name in self.whole or not names or used & set(names):
+                if name in sharded or name in self.whole or not names:
                     continue
+                used = {
+                    n for other in self.beside[name] for n in mesh_axes.names(sharded.get(other))
+                }
                 parts = mesh_axes.shards(entry, mesh)
-                if self.sizes[name] % (parts * self.blocks[name]) == 0:
+                if not used & set(names) and self.sizes[name] % (parts * self.blocks[name]) == 0:
                     sharded[name] = entry
-                    used |= set(names)
         return sharded
 
     def spec(self, axes: str, sharded: dict[str, Any]) -> PartitionSpec:

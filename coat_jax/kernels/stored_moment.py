@@ -27,11 +27,11 @@ from jaxtyping import Array, Float, UInt32
 
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.launch import launch
-from coat_jax.kernels.leaf_layout import layout_constants, layout_of
+from coat_jax.kernels.leaf_layout import layout_of
 from coat_jax.kernels.leaf_sharding import LeafShard, run_sharded_leaves
 from coat_jax.kernels.moment_format import moment_format
 from coat_jax.numerics.expansion import Expanded
-from coat_jax.numerics.qtensor import join_groups, split_groups
+from coat_jax.numerics.groups import join_groups, split_groups
 from coat_jax.storage import Storage
 
 WARPS = 2
@@ -141,15 +141,10 @@ def _or_reference(kernel: Callable, reference: Callable) -> Callable:
 # Under jit a launch is traced once for all leaves of the same shape. XLA inlines it.
 @functools.partial(jax.jit, static_argnames="storage")
 def _read(codes: Array, amax: Array, x16: Array, *, storage: Storage) -> Array:
-    def on_shards(_: Any, local: Sequence[Sequence[Array]], shards: Sequence[LeafShard]) -> Any:
-        from coat_jax.kernels.triton.stored_moment import read_moment
-
-        ((codes, amax, x16),) = local
-        values = jax.ShapeDtypeStruct(codes.shape, amax.dtype)
-        return [_launch(read_moment, [], [codes, amax, x16], [values], {}, shards, storage)]
+    from coat_jax.kernels.triton.stored_moment import read_moment
 
     def kernel(*stored: Array) -> Array:
-        return run_sharded_leaves(on_shards, [], [stored], group_size=storage.group_size)[0][0]
+        return _launch(read_moment, [], stored, storage)[0]
 
     def reference(*stored: Array) -> Array:
         return read_reference(Expanded(*stored), storage)
@@ -162,21 +157,11 @@ def _read(codes: Array, amax: Array, x16: Array, *, storage: Storage) -> Array:
 def _rewrite(
     new: Array, codes: Array, amax: Array, x16: Array, key: UInt32[Array, ""], *, storage: Storage
 ) -> list[Array]:
-    def on_shards(
-        keys: Sequence[Array], local: Sequence[Sequence[Array]], shards: Sequence[LeafShard]
-    ) -> Any:
-        from coat_jax.kernels.triton.stored_moment import rewrite_moment
-
-        ((new, codes, amax, x16),) = local
-        stored = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (codes, amax, x16)]
-        aliases = {3: 0, 4: 1, 5: 2}
-        arrays = [new, codes, amax, x16]
-        return [_launch(rewrite_moment, keys, arrays, stored, aliases, shards, storage)]
+    from coat_jax.kernels.triton.stored_moment import rewrite_moment
 
     def kernel(*arrays: Array) -> list[Array]:
         *leaf, key = arrays
-        size = storage.group_size
-        return run_sharded_leaves(on_shards, [key[None]], [leaf], group_size=size)[0]
+        return _launch(rewrite_moment, [key[None]], leaf, storage)
 
     def reference(*arrays: Array) -> list[Array]:
         new, *stored, key = arrays
@@ -187,28 +172,30 @@ def _rewrite(
 
 
 def _launch(
-    kernel: Any,
-    keys: Sequence[Array],
-    arrays: Sequence[Array],
-    outputs: Sequence[jax.ShapeDtypeStruct],
-    aliases: dict[int, int],
-    shards: Sequence[LeafShard],
-    storage: Storage,
+    kernel: Any, keys: Sequence[Array], leaf: Sequence[Array], storage: Storage
 ) -> list[Array]:
-    """Runs a kernel on a device's shard of a leaf; the last of `arrays` are those stored."""
-    codes, amax, _ = arrays[-3:]
-    layout, programs = layout_of(shards, ALONE, storage.group_size)
-    return launch(
-        kernel,
-        *keys,
-        layout,
-        *arrays,
-        outputs=outputs,
-        aliases=aliases,
-        programs=programs,
-        warps=WARPS,
-        **layout_constants(shards, storage.group_size),
-        LARGEST=float(jnp.finfo(amax.dtype).max),
-        FORMAT=moment_format(codes.dtype, "stochastic" if storage.stochastic else "nearest"),
-        FAST=not dispatch.interpreting(),
-    )
+    """Reads a moment, or rewrites it in place if there is a key; a leaf ends with the moment."""
+
+    def on_shards(
+        keys: Sequence[Array], local: Sequence[Sequence[Array]], shards: Sequence[LeafShard]
+    ) -> list[list[Array]]:
+        (arrays,) = local
+        stored = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays[-3:]]
+        codes, amax, _ = stored
+        layout, programs, leaves = layout_of(shards, ALONE, storage.group_size)
+        results = launch(
+            kernel,
+            *keys,
+            layout,
+            *arrays,
+            outputs=stored if keys else [jax.ShapeDtypeStruct(codes.shape, amax.dtype)],
+            aliases={3: 0, 4: 1, 5: 2} if keys else {},
+            programs=programs,
+            warps=WARPS,
+            LARGEST=float(jnp.finfo(amax.dtype).max),
+            FORMAT=moment_format(codes.dtype, "stochastic" if storage.stochastic else "nearest"),
+            LEAVES=leaves,
+        )
+        return [results]
+
+    return run_sharded_leaves(on_shards, keys, [leaf], group_size=storage.group_size)[0]

@@ -2,7 +2,7 @@
 
 formats             FP8 formats, casts that saturate, stochastic rounding
 noise               random numbers, hashed from a key and an element's index
-qtensor             an array in FP8 with one scale per group of neighbours
+groups              neighbours along the last axis that share a scale
 blocks              an array in FP8 with one power of two per block: saved activations
 expansion           dynamic range expansion: optimizer moments in FP8
 logarithms          second moments as 8-bit logarithms
@@ -10,9 +10,7 @@ integers            first moments, over the root of the second, as 8-bit integer
 corrections         8 bits that extend a BF16 number to 24
 eight_bits          INT8 and FP8 codes that GPUs multiply at inference
 statistics          what rounding does to a tensor
-simulated_rounding  which of two values a number between them becomes, in simulation
 minifloat           small floats of any shape, simulated
-integer_format      integers of any width, simulated
 quantizer           any of these formats with scales of any kind
 mesh_axes           the axes over which an array is sharded
 explicit_axes       ops on arrays that are sharded over explicit axes

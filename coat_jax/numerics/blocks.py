@@ -29,9 +29,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8, UInt32
 
 from coat_jax.numerics.formats import E4M3, codes_dtype, format_of, nearest, round_at_random
+from coat_jax.numerics.groups import join_groups, require_float, scales_shape, split_groups
 from coat_jax.numerics.noise import of_places, run_numbers
 from coat_jax.numerics.one_program import one_program
-from coat_jax.numerics.qtensor import join_groups, require_float, scales_shape, split_groups
 
 NOT_FINITE = 255
 

@@ -68,6 +68,6 @@ def channel_scales(
     """
     own: Any = SIMULATED[name]
     quantizer = Quantizer(own, over="channel", fit=fit, percentile=percentile)
-    scale = scale_of(quantizer.range_of(weight).high, name)
+    scale = scale_of(quantizer.limit_of(weight), name)
     # XLA's maximum on CPUs may lose a NaN.
     return jnp.where(jnp.all(jnp.isfinite(weight), axis=0), scale, jnp.nan)

@@ -21,7 +21,7 @@ There are three ways to round. Each has its own smallest k:
 
     nearest      k >= 1; k = 1 is plain scaled FP8. With a smaller k, one tiny element would
                  coarsen all others
-    dithered     k >= 1; to nearest, except that the smallest codes are rounded stochastically
+    dithered     k >= 1; to nearest, but stochastically where codes are subnormal
     stochastic   k >= 1/2, and the smallest element is placed two binades above the smallest
                  code, so that rounding does not change it by more than a quarter
 """
@@ -35,20 +35,19 @@ from jaxtyping import Array, Bool, Float, UInt8
 from coat_jax.numerics.formats import (
     E4M3,
     SMALLEST_NORMAL,
-    Format,
     dithered_cast,
     format_of,
     saturating_cast,
     stochastic_cast,
 )
-from coat_jax.numerics.one_program import one_program
-from coat_jax.numerics.qtensor import (
+from coat_jax.numerics.groups import (
     group_max,
     join_groups,
     require_float,
     scales_shape,
     split_groups,
 )
+from coat_jax.numerics.one_program import one_program
 
 Rounding = Literal["nearest", "dithered", "stochastic"]
 
@@ -108,6 +107,7 @@ def encode(
     *,
     group_size: int = GROUP_SIZE,
     noise: Float[Array, "*rows D"] | None = None,
+    dithered: bool = False,
     never_zero: Bool[ArrayLike, "*rows #G 1"] | bool = False,
 ) -> Expanded:
     """Rounds `x` to expanded FP8: to nearest, or with `noise` (uniform in [0, 1)) stochastically.
@@ -119,6 +119,12 @@ def encode(
         dtype: the FP8 format.
         group_size: neighbours along the last axis that share a scale and an exponent.
         noise: one number per element; see `coat_jax.numerics.noise.uniform`.
+        dithered: rounds stochastically only where codes are subnormal. Use it for numbers that
+            decay by at least a tenth per step: their larger codes decay even when rounded to
+            nearest, and the smallest codes are right on average. The error is about half that of
+            stochastic rounding. Between the smallest code and the next the mean of x is up to 1.4 %
+            too small, since rounding is unbiased in (|x| / amax)^k; below the smallest code, where
+            k = 1, the mean is exact.
         never_zero: whether non-zeros become at least the smallest code; for all groups, or one
             boolean for each. They are then too large on average. Use it for divisors.
 
@@ -130,40 +136,34 @@ def encode(
         >>> print(jnp.round(coat.expansion.decode(e), 2))
         [1. 2. 4.]
     """
-    rounding: Rounding = "nearest" if noise is None else "stochastic"
-    group = _expand(x, dtype, group_size, rounding)
-    image = group.image
-    nonzero = jnp.abs(group.values) >= SMALLEST_NORMAL
-    image = jnp.where(never_zero & nonzero, jnp.maximum(image, group.fmt.tiny), image)
-    image = jnp.copysign(image, group.values)
+    require_float("x", x.dtype)
+    rounding: Rounding = "nearest"
+    if noise is not None:
+        rounding = "dithered" if dithered else "stochastic"
+        noise = split_groups(noise, group_size)
+    fmt = format_of(dtype)
+    values = split_groups(x.astype(jnp.float32), group_size)
+    magnitude = jnp.abs(values)
+    magnitude = jnp.where(magnitude < SMALLEST_NORMAL, 0.0, magnitude)
+    amax = group_max(magnitude)
+    smallest = jnp.min(jnp.where(magnitude > 0, magnitude, jnp.inf), axis=-1, initial=jnp.inf)
+    smallest = jnp.where(amax > 0, smallest, 0.0)
+    exponent_x16 = exponent_sixteenths(amax, smallest, fit_of(dtype, rounding))
+    k = exponent_x16[..., None].astype(jnp.float32) / STEPS
+    log2_ratio = jnp.log2(magnitude) - jnp.log2(jnp.maximum(amax, SMALLEST_NORMAL))[..., None]
+    # Exactly zero for the largest: the difference of two rounded logarithms could round it down.
+    largest = (magnitude >= amax[..., None]) & (magnitude > 0)
+    image = fmt.max * jnp.exp2(k * jnp.where(largest, 0.0, log2_ratio))  # F (|x| / amax)^k
+    nonzero = jnp.abs(values) >= SMALLEST_NORMAL
+    image = jnp.where(never_zero & nonzero, jnp.maximum(image, fmt.tiny), image)
+    image = jnp.copysign(image, values)
     if noise is None:
         codes = saturating_cast(image, dtype)
+    elif dithered:
+        codes = dithered_cast(image, dtype, noise)
     else:
-        noise = split_groups(noise, group_size)
-        codes = stochastic_cast(image, dtype, noise, curvature=1 - 1 / group.k)
-    return _stored(codes, group, x.shape, group_size)
-
-
-@one_program("x", "noise")
-def encode_dithered(
-    x: Float[Array, "*rows D"],
-    dtype: DTypeLike,
-    noise: Float[Array, "*rows D"],
-    *,
-    group_size: int = GROUP_SIZE,
-) -> Expanded:
-    """Rounds `x` to nearest, but stochastically where codes are subnormal.
-
-    Use it for numbers that decay by at least a tenth per step: their larger codes decay even when
-    rounded to nearest, and the smallest codes are right on average. The error is about half that of
-    stochastic rounding. Between the smallest code and the next the mean of x is up to 1.4 % too
-    small, since rounding is unbiased in (|x| / amax)^k; below the smallest code, where k = 1, the
-    mean is exact.
-    """
-    group = _expand(x, dtype, group_size, "dithered")
-    image = jnp.copysign(group.image, group.values)
-    codes = dithered_cast(image, dtype, split_groups(noise, group_size))
-    return _stored(codes, group, x.shape, group_size)
+        codes = stochastic_cast(image, dtype, noise, curvature=1 - 1 / k)
+    return in_groups(codes, amax, exponent_x16, x.shape, group_size)
 
 
 @one_program("e")
@@ -181,43 +181,12 @@ def decode(
     return join_groups(jnp.copysign(values, grouped), e.codes.shape)
 
 
-class _Group(NamedTuple):
-    """An array in groups, before its codes are rounded."""
-
-    values: Float[Array, "*rows G K"]
-    image: Float[Array, "*rows G K"]  # F (|x| / amax)^k
-    amax: Float[Array, "*rows G"]
-    k: Float[Array, "*rows G 1"]
-    exponent_x16: UInt8[Array, "*rows G"]
-    fmt: Format
-
-
-def _expand(
-    x: Float[Array, "*rows D"], dtype: DTypeLike, group_size: int, rounding: Rounding
-) -> _Group:
-    """Chooses each group's k, and raises its magnitudes to that power."""
-    require_float("x", x.dtype)
-    fmt = format_of(dtype)
-    grouped = split_groups(x.astype(jnp.float32), group_size)
-    magnitude = jnp.abs(grouped)
-    magnitude = jnp.where(magnitude < SMALLEST_NORMAL, 0.0, magnitude)
-    amax = group_max(magnitude)
-    smallest = jnp.min(jnp.where(magnitude > 0, magnitude, jnp.inf), axis=-1, initial=jnp.inf)
-    smallest = jnp.where(amax > 0, smallest, 0.0)
-    exponent_x16 = exponent_sixteenths(amax, smallest, fit_of(dtype, rounding))
-    k = exponent_x16[..., None].astype(jnp.float32) / STEPS
-    log2_ratio = jnp.log2(magnitude) - jnp.log2(jnp.maximum(amax, SMALLEST_NORMAL))[..., None]
-    # Exactly zero for the largest: the difference of two rounded logarithms could round it down.
-    largest = (magnitude >= amax[..., None]) & (magnitude > 0)
-    log2_ratio = jnp.where(largest, 0.0, log2_ratio)
-    return _Group(grouped, fmt.max * jnp.exp2(k * log2_ratio), amax, k, exponent_x16, fmt)
-
-
-def _stored(codes: Array, group: _Group, shape: tuple[int, ...], group_size: int) -> Expanded:
+def in_groups(
+    codes: Array, amax: Array, exponent_x16: Array, shape: tuple[int, ...], group_size: int
+) -> Expanded:
+    """The parts of an array of this shape, from groups."""
     scales = scales_shape(shape, group_size)
-    return Expanded(
-        join_groups(codes, shape), group.amax.reshape(scales), group.exponent_x16.reshape(scales)
-    )
+    return Expanded(join_groups(codes, shape), amax.reshape(scales), exponent_x16.reshape(scales))
 
 
 def exponent_sixteenths(

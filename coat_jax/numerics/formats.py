@@ -73,15 +73,21 @@ def format_of(dtype: DTypeLike) -> Format:
         ) from None
 
 
-def named_format(value: Any) -> Any:
-    """The FP8 dtype or `Minifloat` that a name such as "E3M4" stands for; others pass through.
+def named_format(value: Any, *others: Any) -> Any:
+    """The format that a dtype, a `Minifloat` or a name such as "E3M4" stands for; None if none.
 
-    Formats that have an FP8 dtype become that dtype, so that equal formats compare equal.
+    It is an FP8 dtype, one of the dtypes `others`, or a `Minifloat` that has no dtype.
     """
     if isinstance(value, str):
         with contextlib.suppress(ValueError):  # it may be the name of a dtype
             value = minifloat(value)
-    return DTYPES.get(value.name, value) if isinstance(value, Minifloat) else value
+    if isinstance(value, Minifloat):
+        return DTYPES.get(value.name, value)
+    for known in (*others, E4M3, E5M2):
+        with contextlib.suppress(TypeError):  # not a dtype
+            if value is not None and jnp.dtype(value) == known:
+                return known
+    return None
 
 
 def codes_dtype(dtype: DTypeLike) -> DTypeLike:

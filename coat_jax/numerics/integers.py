@@ -21,15 +21,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from coat_jax.numerics.expansion import STEPS, Expanded
+from coat_jax.numerics.expansion import STEPS, Expanded, in_groups
+from coat_jax.numerics.groups import group_max, join_groups, require_float, split_groups
 from coat_jax.numerics.one_program import one_program
-from coat_jax.numerics.qtensor import (
-    group_max,
-    join_groups,
-    require_float,
-    scales_shape,
-    split_groups,
-)
 
 DTYPE = jnp.int8
 LARGEST_CODE = 127
@@ -71,14 +65,9 @@ def encode(
         at_random = whole + up.astype(jnp.float32)
         codes = jnp.where(jnp.abs(exact) < stochastic_below, at_random, codes)
     codes = jnp.where(lost, NAN_CODE, codes).astype(DTYPE)
-    shape = scales_shape(x.shape, group_size)
     # Always STEPS, computed so that it is sharded as amax is.
-    exponent_x16 = jnp.where(amax >= 0, STEPS, 0)
-    return Expanded(
-        join_groups(codes, x.shape),
-        amax.reshape(shape),
-        exponent_x16.astype(jnp.uint8).reshape(shape),
-    )
+    exponent_x16 = jnp.where(amax >= 0, STEPS, 0).astype(jnp.uint8)
+    return in_groups(codes, amax, exponent_x16, x.shape, group_size)
 
 
 @one_program("e")

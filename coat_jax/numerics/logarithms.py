@@ -24,16 +24,16 @@ becomes the largest FP32.
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from coat_jax.numerics.expansion import STEPS, Expanded, ExponentFit, exponent_sixteenths
-from coat_jax.numerics.formats import SMALLEST_NORMAL
-from coat_jax.numerics.one_program import one_program
-from coat_jax.numerics.qtensor import (
-    group_max,
-    join_groups,
-    require_float,
-    scales_shape,
-    split_groups,
+from coat_jax.numerics.expansion import (
+    STEPS,
+    Expanded,
+    ExponentFit,
+    exponent_sixteenths,
+    in_groups,
 )
+from coat_jax.numerics.formats import SMALLEST_NORMAL
+from coat_jax.numerics.groups import group_max, join_groups, require_float, split_groups
+from coat_jax.numerics.one_program import one_program
 
 DTYPE = jnp.uint8
 LARGEST_CODE = 255
@@ -81,12 +81,7 @@ def encode(
         codes = whole + (noise < fraction - bend).astype(jnp.float32)
         least = (noise < values / smallest).astype(jnp.float32)
     codes = jnp.where(exact >= 1, codes, jnp.where(values > 0, least, 0.0))
-    shape = scales_shape(x.shape, group_size)
-    return Expanded(
-        join_groups(codes.astype(DTYPE), x.shape),
-        amax.reshape(shape),
-        exponent_x16.reshape(shape),
-    )
+    return in_groups(codes.astype(DTYPE), amax, exponent_x16, x.shape, group_size)
 
 
 @one_program("e")

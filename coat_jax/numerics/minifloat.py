@@ -5,9 +5,10 @@
            2^(1 - bias) m / 2^M                  subnormal,  e = 0
 
 E and M are the numbers of bits of e and m. With E = 0 there are only subnormal numbers: integers,
-in equal steps on both sides of zero. `Minifloat` lists the codes of a format and rounds to their
-values. The results are in FP32, so any machine can simulate any format. `numerics.quantizer` adds
-scales.
+in equal steps on both sides of zero, so that INT8 is E0M7. `Minifloat` lists the codes of a format
+and rounds to their values: to nearest, or to either neighbour with probabilities that make the
+result right on average. The results are in FP32, so any machine can simulate any format.
+`numerics.quantizer` adds scales.
 
 Rounding saturates: infinity becomes the largest value. NaN stays NaN, even if the format has none.
 Magnitudes below 2^-126 count as zero, because XLA and GPUs flush them. Only formats with 8 exponent
@@ -18,27 +19,38 @@ import dataclasses
 import functools
 import math
 import re
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, UInt
-
-from coat_jax.numerics.simulated_rounding import (
-    Place,
-    RoundingMode,
-    place_of,
-    require_mode,
-    rounds_up,
-)
+from jaxtyping import Array, Float
 
 Specials = Literal["none", "nan", "ieee", "fnuz"]
 
 SPECIALS: tuple[Specials, ...] = ("none", "nan", "ieee", "fnuz")
-MOST_EXPONENT_BITS, MOST_MANTISSA_BITS = 8, 10
+MOST_EXPONENT_BITS, MOST_MANTISSA_BITS = 8, 15
 LARGEST, SMALLEST = float(np.finfo(np.float32).max), 2.0**-149  # of FP32
 MOST_TOP_EXPONENT = 15  # of `Minifloat.full_scale`: that of E5M2
+LIFT = 64  # binades by which numbers are moved towards 1 while they are rounded
+
+
+class Place(NamedTuple):
+    """Where magnitudes lie between the values of a format: (whole + fraction) * unit * back.
+
+    Rounding replaces the fraction with 0 or 1.
+
+    Attributes:
+        whole: the value below, in units.
+        fraction: of the distance to the next value.
+        unit: that distance, moved towards 1 by `LIFT` binades.
+        back: the factor that moves it back.
+    """
+
+    whole: Float[Array, "..."]
+    fraction: Float[Array, "..."]
+    unit: Float[Array, "..."]
+    back: Float[Array, "..."]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +59,7 @@ class Minifloat:
 
     Attributes:
         exponent_bits: E, from 0 to 8.
-        mantissa_bits: M, from 0 to 10.
+        mantissa_bits: M, from 0 to 15.
         signed: whether there is a sign bit. Without one, negative numbers become zero.
         subnormals: whether an exponent field of 0 stands for subnormal numbers. If not, it is one
             more binade of normal ones, of which the first code is zero.
@@ -76,7 +88,15 @@ class Minifloat:
             object.__setattr__(self, "bias", default)
         if isinstance(self.bias, bool) or not isinstance(self.bias, int):
             raise ValueError(f"bias={self.bias!r} must be a whole number or None.")
-        self._require_consistent()
+        if self.exponent_bits == 0 and (not self.subnormals or self.specials == "ieee"):
+            raise ValueError(
+                "Without exponent bits all numbers are subnormal, and none are infinite: "
+                'subnormals=True and specials="none" or "nan".'
+            )
+        if self.subnormals and not self.zero:
+            raise ValueError("Subnormal numbers begin with zero: zero=False needs subnormals=False")
+        if self.specials == "fnuz" and not self.signed:
+            raise ValueError('specials="fnuz" makes the negative zero NaN: it needs signed=True.')
         finite = self.magnitudes
         if finite.size == 0 or finite[-1] == 0:
             raise ValueError(f"{self._shape()} has no code for any number but zero: add bits.")
@@ -86,18 +106,6 @@ class Minifloat:
                 "beyond FP32, in which it is simulated. Choose another bias; with 8 exponent bits, "
                 'specials="ieee" has the range of BF16.'
             )
-
-    def _require_consistent(self) -> None:
-        if self.exponent_bits == 0 and not self.subnormals:
-            raise ValueError("Without exponent bits all numbers are subnormal: subnormals=True.")
-        if self.exponent_bits == 0 and self.specials == "ieee":
-            raise ValueError('specials="ieee" needs an exponent field, and exponent_bits is 0.')
-        if self.subnormals and not self.zero:
-            raise ValueError(
-                "Subnormal numbers begin with zero: zero=False needs subnormals=False."
-            )
-        if self.specials == "fnuz" and not self.signed:
-            raise ValueError('specials="fnuz" makes the negative zero NaN: it needs signed=True.')
 
     def _shape(self) -> str:
         return f"{'' if self.signed else 'U'}E{self.exponent_bits}M{self.mantissa_bits}"
@@ -163,53 +171,42 @@ class Minifloat:
         """The narrowest dtype of JAX's ordinary floats that holds all values: BF16 or FP32."""
         return jnp.bfloat16 if self.mantissa_bits <= 7 else jnp.float32
 
+    @property
+    def label(self) -> str:
+        """The name for tables, which calls E0M7 by its usual name INT8."""
+        integer = self.exponent_bits == 0 and self == Minifloat(0, self.mantissa_bits)
+        return f"INT{self.bits}" if integer else self.name
+
     def round(
-        self,
-        x: Float[Array, "..."],
-        mode: RoundingMode = "nearest",
-        noise: Float[Array, "..."] | None = None,
+        self, x: Float[Array, "..."], noise: Float[Array, "..."] | None = None
     ) -> Float[Array, "..."]:
         """Rounds to values of the format, in FP32. The derivative is 1, like that of a cast.
 
         Args:
             x: what to round.
-            mode: "nearest", with ties to even (with M = 0 to the larger value); "stochastic", right
-                on average; "truncate", towards zero.
-            noise: uniform in [0, 1), of the shape of `x`, for "stochastic".
+            noise: uniform in [0, 1), of the shape of `x`, for stochastic rounding. Without it, `x`
+                is rounded to nearest, with ties to even (with M = 0 to the larger value).
         """
-        require_mode(mode, noise)
-        return _round(jnp.asarray(x, jnp.float32), noise, self, mode)
+        return _round(jnp.asarray(x, jnp.float32), noise, self)
 
     def place(self, x: Float[Array, "..."]) -> Place:
-        """The values that the magnitudes of `x` lie between."""
-        return place_of(
-            x,
-            mantissa_bits=self.mantissa_bits,
-            min_exponent=self.min_exponent,
-            tiny=self.tiny,
-            largest=self.max,
-        )
-
-    def encode(
-        self,
-        x: Float[Array, "..."],
-        mode: RoundingMode = "nearest",
-        noise: Float[Array, "..."] | None = None,
-    ) -> UInt[Array, "..."]:
-        """The codes that `x` is rounded to. NaN becomes the first code that is NaN."""
-        rounded = self.round(x, mode, noise)
-        dtype = jnp.uint8 if self.bits <= 8 else jnp.uint32 if self.bits > 16 else jnp.uint16
-        codes = jnp.searchsorted(self.magnitudes.astype(np.float32), jnp.abs(rounded))
-        if self.signed:
-            # The negative zero of "fnuz" is NaN.
-            minus = rounded < 0 if self.specials == "fnuz" else jnp.signbit(rounded)
-            codes = codes + (minus.astype(codes.dtype) << (self.bits - 1))
-        lost = np.flatnonzero(np.isnan(self.values))
-        return jnp.where(jnp.isnan(rounded), lost[0] if lost.size else 0, codes).astype(dtype)
-
-    def decode(self, codes: UInt[Array, "..."]) -> Float[Array, "..."]:
-        """The values of codes, in FP32."""
-        return jnp.asarray(self.values.astype(np.float32))[codes]
+        """The values that the magnitudes of `x`, in FP32, lie between; they saturate."""
+        magnitude = jnp.minimum(jnp.abs(x), self.max)
+        # Moved towards 1, so that units in the last place and their reciprocals are normal numbers.
+        small = magnitude < 1
+        moved = magnitude * jnp.where(small, 2.0**LIFT, 2.0**-LIFT)
+        by = jnp.where(small, LIFT, -LIFT)
+        exponent = (jax.lax.bitcast_convert_type(moved, jnp.int32) >> 23) - 127
+        exponent = jnp.maximum(exponent, self.min_exponent + by)
+        scaled = moved * _power(self.mantissa_bits - exponent)
+        unit = _power(exponent - self.mantissa_bits)
+        # Below the smallest value, that value is the unit. (A subnormal one is the unit anyway.)
+        least = jnp.where(small, self.tiny * 2.0**LIFT, self.tiny * 2.0**-LIFT).astype(jnp.float32)
+        below_least = moved < least
+        scaled = jnp.where(below_least, moved / least, scaled)
+        unit = jnp.where(below_least, least, unit)
+        whole = jnp.floor(scaled)
+        return Place(whole, scaled - whole, unit, jnp.where(small, 2.0**-LIFT, 2.0**LIFT))
 
 
 def minifloat(name: str) -> Minifloat:
@@ -292,13 +289,16 @@ def _values(fmt: Minifloat) -> Float[np.ndarray, " codes"]:
     return values
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _round(
-    x: Float[Array, "..."], noise: Float[Array, "..."] | None, fmt: Minifloat, mode: RoundingMode
+    x: Float[Array, "..."], noise: Float[Array, "..."] | None, fmt: Minifloat
 ) -> Float[Array, "..."]:
-    place = fmt.place(x)
-    up = rounds_up(place.whole, place.fraction, mode, noise)
-    rounded = (place.whole + up.astype(jnp.float32)) * place.unit * place.back
+    whole, fraction, unit, back = fmt.place(x)
+    if noise is None:
+        up = (fraction > 0.5) | ((fraction == 0.5) & (whole % 2 == 1))
+    else:
+        up = noise < fraction
+    rounded = (whole + up.astype(jnp.float32)) * unit * back
     if not fmt.signed:
         rounded = jnp.where(x < 0, 0.0, rounded)
     if not fmt.zero:
@@ -307,7 +307,10 @@ def _round(
 
 
 @_round.defjvp
-def _round_jvp(
-    fmt: Minifloat, mode: RoundingMode, primals: tuple[Any, Any], tangents: tuple[Any, Any]
-) -> Any:
-    return _round(*primals, fmt, mode), tangents[0]
+def _round_jvp(fmt: Minifloat, primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> Any:
+    return _round(*primals, fmt), tangents[0]
+
+
+def _power(exponent: Array) -> Float[Array, "..."]:
+    """2^exponent, a normal number of FP32."""
+    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)

@@ -200,26 +200,20 @@ def param_key(key: UInt32[Array, ""]) -> UInt32[Array, ""]:
     return mix(key ^ np.uint32(0x5BD1E995))
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(2,))
 def round_to_bfloat16(
-    x: Float[Array, "..."], key: UInt32[Array, ""], *, run: int
+    x: Float[Array, "..."], key: UInt32[Array, ""], run: int
 ) -> Float[Array, "..."]:
     """Rounds FP32 to a neighbouring BF16 value at random, right on average.
 
     Adds 16 random bits below BF16's last bit, then drops them. Infinity and NaN are unchanged. As
     with a cast, the derivative is 1.
     """
-    return _round_to_bfloat16(x, key, run)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _round_to_bfloat16(
-    x: Float[Array, "..."], key: UInt32[Array, ""], run: int
-) -> Float[Array, "..."]:
     dithered = jax.lax.bitcast_convert_type(x, jnp.uint32) + bits(key, x.shape, run=run)
     rounded = jax.lax.bitcast_convert_type(dithered & np.uint32(0xFFFF_0000), jnp.float32)
     return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
 
 
-@_round_to_bfloat16.defjvp
+@round_to_bfloat16.defjvp
 def _round_to_bfloat16_jvp(run: int, primals: Any, tangents: Any) -> Any:
-    return _round_to_bfloat16(*primals, run), tangents[0].astype(jnp.bfloat16)
+    return round_to_bfloat16(*primals, run), tangents[0].astype(jnp.bfloat16)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float
 from coat_jax.numerics import eight_bits
 from coat_jax.numerics.blocks import Blocks, from_blocks, power_of_two
 from coat_jax.numerics.formats import format_of, saturating_cast
-from coat_jax.numerics.qtensor import split_groups
+from coat_jax.numerics.groups import split_groups
 
 
 class Sums(NamedTuple):

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from coat_jax import probes
 from coat_jax.numerics.formats import E4M3
-from coat_jax.numerics.qtensor import require_group_size
+from coat_jax.numerics.groups import require_group_size
 from coat_jax.ops import recording
 from coat_jax.ops.backward import batched_alike, define_op
 from coat_jax.ops.checks import require_columns

@@ -23,7 +23,7 @@ from coat_jax.kernels import stored_moment
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.numerics import noise
 from coat_jax.numerics.expansion import Expanded
-from coat_jax.numerics.qtensor import scales_shape
+from coat_jax.numerics.groups import scales_shape
 from coat_jax.optax.checks.arguments import require_settings
 from coat_jax.optax.checks.trees import (
     dtype_of,

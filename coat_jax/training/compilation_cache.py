@@ -47,7 +47,7 @@ def use_cache(folder: str | None, note: Callable[[str], object] = warnings.warn)
         note(f"{problem} Every start compiles anew.")
         return
     jax.config.update("jax_compilation_cache_dir", used)
-    # See coat_jax.kernels.cache_key.
+    # See coat_jax.kernels.sharding.
     jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
 
 

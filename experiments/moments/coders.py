@@ -21,7 +21,8 @@ from jaxtyping import Array, Float
 
 from coat_jax.numerics import expansion
 from coat_jax.numerics.formats import E4M3, format_of, stochastic_cast
-from coat_jax.numerics.qtensor import dequantize, join_groups, quantize, split_groups
+from coat_jax.numerics.groups import join_groups, split_groups
+from coat_jax.numerics.quantizer import Quantizer
 
 Rows = Float[Array, "N D"]
 Coder = Callable[[Rows], Rows]
@@ -32,7 +33,7 @@ DECADES = 7  # of DE8
 
 def plain(dtype: DTypeLike) -> Coder:
     """One scale per group, rounded to nearest."""
-    return jax.jit(lambda x: dequantize(quantize(x, dtype, group_size=GROUP_SIZE)))
+    return jax.jit(Quantizer(format_of(dtype).name, "group", size=GROUP_SIZE))
 
 
 def plain_stochastic(x: Rows, uniform: Rows) -> Rows:

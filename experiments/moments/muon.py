@@ -133,9 +133,8 @@ def as_integers(m: Array, uniform: Array, *, size: int) -> Array:
 def as_expanded(m: Array, uniform: Array) -> Array:
     """E4M3 with dynamic range expansion, rounded as `Storage(first=E4M3)` rounds momentum."""
     storage = Storage(first=coat.E4M3, second=coat.E4M3)
-    if storage.rounding_of_first(BETA) == "dithered":
-        return expansion.decode(expansion.encode_dithered(m, coat.E4M3, uniform))
-    return expansion.decode(expansion.encode(m, coat.E4M3, noise=uniform))
+    dithered = storage.rounding_of_first(BETA) == "dithered"
+    return expansion.decode(expansion.encode(m, coat.E4M3, noise=uniform, dithered=dithered))
 
 
 def measure(steps: int, seed: int) -> Figures:

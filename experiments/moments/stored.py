@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, UInt32
 from coat_jax.kernels.adam import Hyper, adam_update
 from coat_jax.numerics import noise
 from coat_jax.numerics.formats import SMALLEST_NORMAL
-from coat_jax.numerics.qtensor import join_groups, split_groups
+from coat_jax.numerics.groups import join_groups, split_groups
 from coat_jax.storage import DIRECTION, Storage
 from experiments.moments import coders
 

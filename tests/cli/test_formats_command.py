@@ -133,7 +133,6 @@ def test_values_of_the_format_are_right_to_all_bits():
         ("MODEL --step 3", "There is no step 3 in"),
         ("MODEL --text EMPTY", "empty.txt has 0 tokens: give 2 or more."),
         ("MODEL --text EMPTY --tokens 0", "--tokens: 0 must be 1 or more"),
-        ("MODEL --text EMPTY --formats INT8:asymmetric", "up to INT11, not INT8:asymmetric."),
         ("BROKEN --formats INT8 --fit max", "layers.0.mlp.up has a NaN or an infinity"),
     ],
 )

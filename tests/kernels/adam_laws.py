@@ -4,10 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from adam_cases import ALL_FP8, EXPANDED, fresh_leaf, one_step, written
+from adam_cases import ALL_FP8, EXPANDED, INTERPRETING, fresh_leaf, one_step, written
 
 from coat_jax.kernels.adam import Hyper, Leaf, Settings
-from coat_jax.kernels.dispatch import interpreting
 from coat_jax.kernels.launch import launch
 from coat_jax.numerics import corrections, integers, noise
 from coat_jax.storage import Storage
@@ -110,7 +109,7 @@ class StepLaws:
             assert np.all(np.isfinite(moment.amax))
         if storage is ALL_FP8:
             assert np.all(np.isfinite(Storage(min_size=0).read(leaf.mu)))
-        elif self.implementation == "xla" or not interpreting():  # whose NaN has another code
+        elif self.implementation == "xla" or not INTERPRETING:  # whose NaN has another code
             for moment in (leaf.mu, leaf.nu):
                 np.testing.assert_array_equal(np.isnan(np.float32(moment.codes)), np.isnan(grad))
 
@@ -136,7 +135,7 @@ class KernelLaws(StepLaws):
         bits = np.arange(2**16, dtype=np.uint16)
         bits = bits[(bits & 0x7FFF) <= 0x7F80]
         every = np.arange(-128, 128, dtype=np.int8)
-        if interpreting():  # which is slow: some of them, and all with small magnitudes
+        if INTERPRETING:  # which is slow: some of them, and all with small magnitudes
             bits = np.concatenate([bits[:64], bits[2**15 : 2**15 + 64], bits[::997]])
         value, correction = np.broadcast_arrays(bits.view(jnp.bfloat16)[:, None], every[None])
         value, correction = (_whole_blocks(a.ravel()) for a in (value, correction))
@@ -148,7 +147,6 @@ class KernelLaws(StepLaws):
             programs=value.size // SIZE,
             warps=2,
             SIZE=SIZE,
-            FAST=not interpreting(),
         )
         _assert_same_bits(got, corrections.join(value, correction))
 

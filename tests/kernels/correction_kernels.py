@@ -7,9 +7,9 @@ from coat_jax.kernels.triton.params import join, split
 
 
 @triton.jit
-def join_block(values, corrections, joined, SIZE: tl.constexpr, FAST: tl.constexpr):
+def join_block(values, corrections, joined, SIZE: tl.constexpr):
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    tl.store(joined + at, join(tl.load(values + at), tl.load(corrections + at), FAST))
+    tl.store(joined + at, join(tl.load(values + at), tl.load(corrections + at)))
 
 
 @triton.jit

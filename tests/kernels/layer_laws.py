@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from coat_jax import E4M3, E5M2
-from coat_jax.kernels import activation, gemm, int8, norm, norm_launch, rotary
-from coat_jax.kernels.cast import cast, cast_reference, cast_with_lengths, lengths_reference
+from coat_jax.kernels import activation, gemm, int8, norm, rotary
+from coat_jax.kernels.cast import cast, cast_reference, lengths_reference
 from coat_jax.numerics.blocks import from_blocks, to_blocks
 from coat_jax.numerics.formats import format_of
 from coat_jax.ops import Rotary
@@ -125,10 +125,13 @@ def check_cast(shape, dtype, stream):
     x = numbers(0, shape)
     scale = gemm.tensor_scale(jnp.max(jnp.abs(x)).astype(jnp.float32), dtype)
     for layout in ("straight", "transposed", "both"):
-        codes = cast(x, scale, dtype, layout, stream=stream)
-        jax.tree.map(assert_codes, codes, cast_reference(x, scale, dtype, layout, stream=stream))
-        *measured, lengths = cast_with_lengths(x, scale, dtype, layout, stream=stream)
-        jax.tree.map(np.testing.assert_array_equal, tuple(measured), tuple(codes))
+        *codes, none = cast(x, scale, dtype, layout, stream=stream)
+        assert none is None
+        jax.tree.map(
+            assert_codes, tuple(codes), cast_reference(x, scale, dtype, layout, stream=stream)
+        )
+        *measured, lengths = cast(x, scale, dtype, layout, stream=stream, lengths=True)
+        jax.tree.map(np.testing.assert_array_equal, measured, codes)
         if layout != "transposed":
             np.testing.assert_allclose(lengths, lengths_reference(measured[0], scale), rtol=1e-6)
 
@@ -160,7 +163,7 @@ def check_norm(shape, case: NormCase):
     limit = norm.bound_of_norm(of, columns, rounding if case.exact else 0.0)
     scale = gemm.tensor_scale(limit, E4M3)
     rounding = {"stochastic": case.stochastic, "in_int8": case.in_int8}
-    blocks, stats, straight, largest = norm_launch.norm_forward(
+    blocks, stats, straight, largest = norm.norm_forward(
         x, of, scale, E4M3, size, exact=case.exact, **rounding
     )
     exact = to_blocks(x, size=size, stochastic=case.stochastic)
@@ -170,7 +173,7 @@ def check_norm(shape, case: NormCase):
     expected = norm.statistics(seen, of)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), stats, expected)
     stream = "inputs" if case.stochastic else None
-    transposed = norm_launch.norm_cast(blocks, stats, of, scale, size, stream=stream)
+    transposed = norm.norm_cast(blocks, stats, of, scale, size, stream=stream)
     n, again = (norm.normalize(rows, expected, of) for rows in (seen, values))
     assert max(jnp.max(jnp.abs(n)), jnp.max(jnp.abs(again))) <= limit
     if case.in_int8:
@@ -182,7 +185,7 @@ def check_norm(shape, case: NormCase):
 
     dn = numbers(4, shape).astype(jnp.float32)
     residual = numbers(8, shape) if case.residual else None
-    dx, d_norm = norm_launch.norm_backward(blocks, stats, of, dn, residual, size)
+    dx, d_norm = norm.norm_backward(blocks, stats, of, dn, residual, size)
     want, d_want = norm.normalize_backward(values, expected, of, dn)
     if residual is not None:
         want = want + residual.astype(jnp.float32)
@@ -201,8 +204,8 @@ def hidden_and_blocks(shape, count, size, stochastic):
 
 def check_exact_activation(shape, name, count, size=16, *, stochastic=False):
     hidden, exact = hidden_and_blocks(shape, count, size, stochastic)
-    kept, codes, maxima = activation.activation_forward_exact(
-        hidden, name, E4M3, size, stochastic=stochastic
+    kept, codes, maxima = activation.activation_forward(
+        hidden, name, E4M3, size, exact=True, stochastic=stochastic
     )
     assert_same_bytes(kept, exact)
     a = activation.activate(hidden, name)
@@ -232,12 +235,12 @@ def check_exact_activation_in_int8(shape, name, count, size=16):
         for _ in range(count)
     ]
     hidden = [product.scaled(jnp.float32) for product in products]
-    how = {"stochastic": True}
-    want, _, _ = activation.activation_forward_exact(hidden, name, E4M3, size, **how)
-    kept, codes, maxima = activation.activation_forward_exact(
+    how = {"exact": True, "stochastic": True}
+    want, _, _ = activation.activation_forward(hidden, name, E4M3, size, **how)
+    kept, codes, maxima = activation.activation_forward(
         products, name, E4M3, size, in_int8=True, **how
     )
-    for_values = activation.activation_forward_exact(hidden, name, E4M3, size, in_int8=True, **how)
+    for_values = activation.activation_forward(hidden, name, E4M3, size, in_int8=True, **how)
     assert_codes_of_int8(codes, for_values[1])
     assert_same_bytes(kept, want)
     largest = jnp.max(maxima, axis=-1)
@@ -251,7 +254,10 @@ def check_exact_activation_in_int8(shape, name, count, size=16):
 
 def check_activation(shape, name, count, size=16, *, stochastic=False):
     hidden, exact = hidden_and_blocks(shape, count, size, stochastic)
-    kept, maxima = activation.activation_forward(hidden, name, E4M3, size, stochastic=stochastic)
+    kept, none, maxima = activation.activation_forward(
+        hidden, name, E4M3, size, exact=False, stochastic=stochastic
+    )
+    assert none is None
     assert_same_bytes(kept, exact)
     values = [from_blocks(b, size=size) for b in exact]
     a = activation.activate(values, name)

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from coat_jax import E4M3
-from coat_jax.kernels import activation, norm_launch
+from coat_jax.kernels import activation, norm, sharding
 from coat_jax.kernels.norm import Norm
 
 SIZE = 16
@@ -38,14 +38,10 @@ def replace_module(monkeypatch, name, **kernels):
     monkeypatch.setitem(sys.modules, f"coat_jax.kernels.triton.{name}", SimpleNamespace(**kernels))
 
 
-def returning(numbers_of):
-    """A `launch` whose results are zeros, but for exponents: numbers of blocks, modulo 251."""
-
-    def launch(kernel, *inputs, outputs, **constants):
-        numbers = (numbers_of(inputs, constants) % 251).astype(jnp.uint8)
-        return [numbers if o.dtype == jnp.uint8 else jnp.zeros(o.shape, o.dtype) for o in outputs]
-
-    return launch
+def launch(kernel, *inputs, outputs, **constants):
+    """Results are zeros, but for exponents: numbers of blocks, modulo 251."""
+    numbers = (kernel(inputs, constants) % 251).astype(jnp.uint8)
+    return [numbers if o.dtype == jnp.uint8 else jnp.zeros(o.shape, o.dtype) for o in outputs]
 
 
 def expected(shape):
@@ -59,27 +55,28 @@ def of_hidden_activations(inputs, constants):
 
 
 def of_the_input_of_a_norm(inputs, constants):
-    return inputs[1][..., None] + jnp.arange(constants["COLUMNS"] // SIZE, dtype=jnp.uint32)
+    return inputs[1][..., None] + jnp.arange(constants["NORM"].columns // SIZE, dtype=jnp.uint32)
 
 
 @jax.jit
 def activated(x):
-    how = {"stochastic": True}
-    return activation.activation_forward_exact((x, x), "silu", E4M3, SIZE, **how)[0]
+    how = {"exact": True, "stochastic": True}
+    return activation.activation_forward((x, x), "silu", E4M3, SIZE, **how)[0]
 
 
 @jax.jit
 def normed(x):
     how = {"exact": True, "stochastic": True}
-    return norm_launch.norm_forward(x, Norm(jnp.ones(512)), jnp.float32(1), E4M3, SIZE, **how)[:1]
+    return norm.norm_forward(x, Norm(jnp.ones(512)), jnp.float32(1), E4M3, SIZE, **how)[:1]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_a_kernel_is_given_the_numbers_of_its_blocks_in_the_whole_array(spec, monkeypatch):
-    monkeypatch.setattr(activation, "launch", returning(of_hidden_activations))
-    monkeypatch.setattr(norm_launch, "launch", returning(of_the_input_of_a_norm))
-    replace_module(monkeypatch, "activation", activation_forward_exact_tile=None)
-    replace_module(monkeypatch, "norm", norm_forward_row=None, norm_forward_row_int8=None)
+    monkeypatch.setattr(sharding, "launch", launch)
+    tile, row = of_hidden_activations, of_the_input_of_a_norm
+    tiles = {"activation_forward_exact_tile": tile, "activation_forward_tile": None}
+    replace_module(monkeypatch, "activation", **tiles)
+    replace_module(monkeypatch, "norm", norm_forward_row=row, norm_forward_row_int8=None)
     x = sharded((4, 8, 512), spec)
     for blocks in (*activated(x), *normed(x)):
         np.testing.assert_array_equal(blocks.exponents, expected(x.shape))

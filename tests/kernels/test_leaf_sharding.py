@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from coat_jax.kernels.leaf_sharding import LeafShard, run_sharded_leaves
-from coat_jax.numerics.qtensor import scales_shape
+from coat_jax.numerics.groups import scales_shape
 
 GROUP = 16
 LAYOUTS = [

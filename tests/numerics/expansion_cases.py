@@ -102,7 +102,7 @@ def hostile_noise(seed, shape):
 @compiled
 def every_rounding(x, noise, dtype, group_size):
     """x encoded in each way, and decoded again, in one program."""
-    dithered = expansion.encode_dithered(x, dtype, noise, group_size=group_size)
+    dithered = expansion.encode(x, dtype, group_size=group_size, noise=noise, dithered=True)
     encoded = {"dithered": dithered}
     for name, never_zero in (("", False), (" divisor", True)):
         for rounding, own in (("nearest", None), ("stochastic", noise)):

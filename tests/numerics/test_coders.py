@@ -1,6 +1,5 @@
 """Laws of all ways to store numbers in groups: shape, mesh and program change nothing."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from coat_jax.numerics import blocks, expansion, integers, logarithms, noise, qtensor
+from coat_jax.numerics import blocks, expansion, integers, logarithms, noise
 from coat_jax.numerics.expansion import Expanded
 from coat_jax.numerics.formats import E4M3, E5M2
 from coat_jax.numerics.quantizer import Quantizer
@@ -43,11 +42,6 @@ def in_blocks(*dtype, **how):
 
 
 TO_NEAREST = {
-    "qtensor": Coder(
-        lambda x, size: qtensor.quantize(x, group_size=size),
-        lambda q, size: qtensor.dequantize(q),
-        (E4M3, jnp.float32),
-    ),
     "expansion": of(expansion, E4M3),
     "integers": of(integers, jnp.int8),
     "logarithms": of(logarithms, jnp.uint8),
@@ -142,8 +136,6 @@ def test_dtypes_and_shapes_are_as_documented():
         assert codes.shape == values[name].shape == (3, 200)
         assert {part.shape for part in of_groups} == {(3, 4)}
         assert values[name].dtype == jnp.float32
-    q = every["qtensor"]
-    assert jax.tree.structure(q) != jax.tree.structure(dataclasses.replace(q, group_size=32))
 
 
 @pytest.mark.parametrize("shape", [(4, 48), (7,), ()], ids=str)
@@ -183,7 +175,6 @@ def test_only_fp8_is_written_and_read(dtype):
     x = jnp.ones(4)
     stored = Expanded(x, jnp.ones(1), jnp.full(1, 16, jnp.uint8))
     for call in (
-        lambda: qtensor.quantize(x, dtype, group_size=16),
         lambda: blocks.to_blocks(x, dtype, size=16),
         lambda: expansion.encode(x, dtype),
         lambda: expansion.decode(stored),
@@ -195,7 +186,7 @@ def test_only_fp8_is_written_and_read(dtype):
 CALLS = {
     **{name: coder.encode for name, coder in TO_NEAREST.items()},
     "blocks at random": CODERS["blocks at random"].encode,
-    "dithered": lambda x, size: expansion.encode_dithered(x, E4M3, x, group_size=size),
+    "dithered": lambda x, size: expansion.encode(x, group_size=size, noise=x, dithered=True),
     "noise": lambda x, size: noise.uniform_pair(KEY, x.shape, run=size),
 }
 
@@ -209,5 +200,5 @@ def test_a_call_is_one_program_and_in_a_program_there_is_no_call(name, caplog):
     compiled = [r for r in caplog.records if r.getMessage().startswith("Finished XLA compilation")]
     assert len(compiled) == 1
     program = jax.jit(CALLS[name], static_argnums=1).lower(x, 16).as_text()
-    functions = ("to_blocks", "encode", "encode_dithered", "quantize", "uniform_pair")
+    functions = ("to_blocks", "encode", "uniform_pair")
     assert not [function for function in functions if f"@{function}(" in program]

@@ -1,6 +1,7 @@
 """Laws of dynamic range expansion: of the codes, of the values, and of rounding at random."""
 
 import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -247,12 +248,15 @@ def test_stochastic_rounding_is_right_on_average(dtype):
     assert np.all(np.abs(drift.mean(-1)) <= total)
 
 
+dithered = partial(expansion.encode, dithered=True)
+
+
 @formats
 def test_dithered_rounding_is_right_on_average_below_the_normal_codes(dtype):
     """To 1.4 %, and exactly below the smallest code; above, to nearest within half a code more."""
     x = spread_out(3.0, 10.0, 17.0, 30.0)
     x *= np.random.default_rng(1).choice(np.float32([-1, 1]), x.shape)
-    many, exponent_x16, codes = map(np.asarray, drawn(expansion.encode_dithered, x, dtype))
+    many, exponent_x16, codes = map(np.asarray, drawn(dithered, x, dtype))
     stored = Expanded(None, np.abs(x).max(-1, keepdims=True), exponent_x16[0])
     image, k, fmt = exact_image(x, stored, Case(x.shape, 128, dtype, "dithered"))
     low, high = (round_exactly(image, dtype, place) for place in ("down", "up"))

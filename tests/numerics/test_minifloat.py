@@ -97,7 +97,7 @@ def test_every_code_means_what_ml_dtypes_says(name, dtype):
 
 
 @of_ml_dtypes
-def test_numbers_are_rounded_and_encoded_as_ml_dtypes_casts_them(name, dtype):
+def test_numbers_are_rounded_as_ml_dtypes_casts_them(name, dtype):
     fmt = minifloat(name)
     x = numbers_around(fmt)
     x = np.clip(x, -fmt.max, fmt.max)  # a plain cast does not saturate
@@ -106,8 +106,6 @@ def test_numbers_are_rounded_and_encoded_as_ml_dtypes_casts_them(name, dtype):
     seen |= expected.astype(np.float32) == 0
     rounded = np.asarray(fmt.round(x))
     np.testing.assert_array_equal(rounded[seen], expected.astype(np.float32)[seen])
-    codes = np.asarray(fmt.encode(x))
-    np.testing.assert_array_equal(codes[seen], expected.view(codes.dtype)[seen])
 
 
 @named
@@ -122,25 +120,19 @@ def test_a_format_is_found_by_its_name_and_knows_its_limits(name):
 
 
 @named
-def test_every_value_is_its_own_rounding_and_code(name):
+def test_every_value_is_its_own_rounding(name):
     """Infinity saturates, and NaN stays."""
     fmt = minifloat(name)
-    codes = np.flatnonzero(np.isfinite(fmt.values) & (normal(fmt.values) == fmt.values))
-    codes = np.resize(codes, COUNT)
-    values = fmt.decode(codes)
-    np.testing.assert_array_equal(values, fmt.values[codes].astype(np.float32))
-    np.testing.assert_array_equal(fmt.encode(values), codes)
-    for mode in ("nearest", "truncate"):
-        np.testing.assert_array_equal(fmt.round(values, mode), values)
+    values = fmt.values[np.isfinite(fmt.values) & (normal(fmt.values) == fmt.values)]
+    values = np.resize(values.astype(np.float32), COUNT)
+    np.testing.assert_array_equal(fmt.round(values), values)
     rounded = np.asarray(fmt.round(np.resize(np.float32([np.inf, np.nan]), COUNT)))
     assert rounded[0] == fmt.max
     assert np.isnan(rounded[1])
-    if np.isnan(fmt.values).any():
-        assert np.isnan(fmt.decode(fmt.encode(np.full(COUNT, np.float32(np.nan))))).all()
 
 
 def test_rounding_takes_the_values_of_the_table():
-    """The nearest, or the one towards zero; in the order of the numbers, and of either sign."""
+    """The nearest, in the order of the numbers, and of either sign."""
     for fmt in any_formats(30):
         x = numbers_around(fmt)
         below, above, share = by_table(x, fmt)
@@ -151,10 +143,6 @@ def test_rounding_takes_the_values_of_the_table():
         rounded, ties = np.abs(signed), share == 0.5
         np.testing.assert_array_equal(rounded[clear & ~ties], nearest_ones[clear & ~ties])
         assert ((rounded == below) | (rounded == above))[clear & ties].all(), fmt
-        towards_zero = np.where(share == 1, above, below)
-        visible &= normal(towards_zero) == towards_zero
-        rounded = np.abs(np.asarray(fmt.round(x, "truncate")))
-        np.testing.assert_array_equal(rounded[visible], towards_zero[visible])
         assert (np.diff(signed[np.argsort(x)]) >= 0).all() or not fmt.zero, fmt
         negative = np.asarray(fmt.round(-np.abs(x)))
         if fmt.signed:
@@ -169,7 +157,7 @@ def test_stochastic_rounding_is_right_on_average():
     for fmt in any_formats(20):
         x = numbers_around(fmt)[:256]
         below, above, share = by_table(x, fmt)
-        rounded = fmt.round(np.broadcast_to(x, noise.shape), "stochastic", noise)
+        rounded = fmt.round(np.broadcast_to(x, noise.shape), noise)
         mean = np.abs(np.asarray(rounded, np.float64).mean(axis=0))
         visible = (normal(below) == below) & (normal(above) == above)
         error = np.abs(mean - (below + share * (above - below)))
@@ -189,7 +177,7 @@ def test_the_gradient_is_that_of_a_cast():
     fmt, noise = minifloat("E2M1"), jnp.full(3, 0.5)
 
     def loss(x):
-        return jnp.sum(fmt.round(x) + 2 * fmt.round(x, "stochastic", noise))
+        return jnp.sum(fmt.round(x) + 2 * fmt.round(x, noise))
 
     gradient = jax.jit(jax.grad(loss))(jnp.array([0.1, 1.3, 100.0]))
     np.testing.assert_array_equal(gradient, 3.0)
@@ -199,12 +187,12 @@ def test_the_gradient_is_that_of_a_cast():
     ("settings", "said"),
     [
         ({"exponent_bits": 9}, "exponent_bits=9 must be .* from 0 to 8"),
-        ({"mantissa_bits": 11}, "mantissa_bits=11 must be .* from 0 to 10"),
+        ({"mantissa_bits": 16}, "mantissa_bits=16 must be .* from 0 to 15"),
         ({"mantissa_bits": True}, "mantissa_bits=True must be"),
         ({"exponent_bits": 0, "mantissa_bits": 0}, "E0M0 has no code for any number but zero"),
         ({"exponent_bits": 1, "mantissa_bits": 0, "specials": "ieee"}, "no code for any number"),
         ({"exponent_bits": 0, "subnormals": False}, "Without exponent bits"),
-        ({"exponent_bits": 0, "specials": "ieee"}, "needs an exponent field"),
+        ({"exponent_bits": 0, "specials": "ieee"}, "Without exponent bits .* none are infinite"),
         ({"zero": False}, "zero=False needs subnormals=False"),
         ({"signed": False, "specials": "fnuz"}, "needs signed=True"),
         ({"specials": "inf"}, "specials='inf' must be one of none, nan, ieee, fnuz"),
@@ -222,13 +210,3 @@ def test_impossible_formats_are_refused(settings, said):
 def test_unknown_names_are_refused(name):
     with pytest.raises(ValueError, match=r"E4M3|none of|from 0 to 8"):
         minifloat(name)
-
-
-def test_noise_comes_with_stochastic_rounding_only():
-    fmt, x = minifloat("E4M3"), jnp.ones(2)
-    with pytest.raises(ValueError, match="without noise"):
-        fmt.round(x, "stochastic")
-    with pytest.raises(ValueError, match="with noise"):
-        fmt.round(x, "nearest", x)
-    with pytest.raises(ValueError, match="must be one of nearest, stochastic, truncate"):
-        fmt.round(x, "up")

@@ -8,16 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coat_jax.numerics import blocks, qtensor
+from coat_jax.numerics import blocks
 from coat_jax.numerics.formats import E4M3, E5M2, format_of
-from coat_jax.numerics.quantizer import (
-    FITS,
-    Quantizer,
-    Range,
-    sqnr_bits,
-)
+from coat_jax.numerics.minifloat import Minifloat
+from coat_jax.numerics.quantizer import FITS, Quantizer, format_named, sqnr_bits
 
-FORMATS = ("INT8", "E4M3", "E2M1", "E0M7", "E8M3", "UE4M4", "INT4:asymmetric")
+FORMATS = ("INT8", "E4M3", "E2M1", "E0M7", "E8M3", "UE4M4")
 SHAPE = (32, 72)  # the last group of 32 in a row is a short one
 SIGNED = tuple(name for name in FORMATS if not name.startswith("U"))
 
@@ -45,12 +41,12 @@ def normal(*shape, seed=0):
 @pytest.mark.parametrize(
     ("name", "over"),
     [(name, "channel") for name in FORMATS]
-    + list(itertools.product(("E2M1", "INT4:asymmetric"), ("tensor", "group", "block"))),
+    + list(itertools.product(("E2M1",), ("tensor", "group", "block"))),
 )
 def test_every_value_is_a_code_times_its_scale(name, over):
     x = normal(6, 40)
     quantizer = Quantizer(name, over, size=16)
-    values, covered = jax.jit(lambda x: (quantizer(x), quantizer.range_of(x)))(x)
+    values, limits = jax.jit(lambda x: (quantizer(x), quantizer.limit_of(x)))(x)
     values = np.asarray(values, np.float64)
     fmt = quantizer.format
     table = fmt.values[np.isfinite(fmt.values)]
@@ -60,32 +56,32 @@ def test_every_value_is_a_code_times_its_scale(name, over):
         "group": np.pad(values, [(0, 0), (0, 8)]).reshape(-1, 16),
         "block": np.pad(values, [(0, 0), (0, 8)]).reshape(-1, 16),
     }[over]
-    assert covered.high.shape == (len(rows),)
-    for row, low, high in zip(rows, *map(np.asarray, covered), strict=True):
-        scale = max(-low, high) / fmt.full_scale
-        if name.endswith("asymmetric"):
-            scale = (high - low) / (fmt.max - fmt.min)
+    for row, limit in zip(rows, np.asarray(limits), strict=True):
+        scale = limit / fmt.full_scale
         if over == "block":
             scale = 2.0 ** np.ceil(np.log2(scale))
         codes = row / scale
-        if name.endswith("asymmetric"):
-            codes = codes + np.round(fmt.min - low / scale)
         nearest = table[np.abs(codes[:, None] - table).argmin(-1)]
         np.testing.assert_allclose(codes, nearest, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_groups_are_those_of_qtensor_and_blocks_those_of_blocks(dtype):
-    def of_quantizer(x):
-        return [Quantizer(format_of(dtype).name, over, size=32)(x) for over in ("group", "block")]
+def test_blocks_are_those_of_blocks(dtype):
+    def both(x):
+        stored = blocks.to_blocks(x, dtype, size=32)
+        quantizer = Quantizer(format_of(dtype).name, "block", size=32)
+        return quantizer(x), blocks.from_blocks(stored, size=32)
 
-    def stored(x):
-        groups = qtensor.dequantize(qtensor.quantize(x, dtype, group_size=32))
-        return groups, blocks.from_blocks(blocks.to_blocks(x, dtype, size=32), size=32)
+    np.testing.assert_array_equal(*jax.jit(both)(normal(5, 70)))
 
-    found, wanted = jax.jit(lambda x: (of_quantizer(x), stored(x)))(normal(5, 70))
-    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-6)
-    np.testing.assert_array_equal(found[1], wanted[1])
+
+def test_integers_are_even_steps_on_both_sides_of_zero():
+    for bits in range(2, 17):
+        fmt = format_named(f"INT{bits}")
+        assert fmt == Minifloat(0, bits - 1)
+        assert (fmt.bits, fmt.label) == (bits, f"INT{bits}")
+        codes = fmt.magnitudes / fmt.tiny
+        np.testing.assert_array_equal(codes, np.arange(2 ** (bits - 1)))
 
 
 @pytest.mark.costly
@@ -132,7 +128,7 @@ def test_the_search_finds_what_a_fine_grid_finds():
     @jax.jit
     def bits(shares):
         ranges = (amax * shares)[:, None]
-        quantized = jax.vmap(lambda limit: quantizer.quantize(x, Range(-limit, limit)))(ranges)
+        quantized = jax.vmap(lambda limit: quantizer.quantize(x, limit))(ranges)
         return jax.vmap(lambda values: sqnr_bits(x, values))(quantized)
 
     fine = np.max(bits(np.linspace(0.02, 1, 300, dtype=np.float32)))
@@ -142,23 +138,11 @@ def test_the_search_finds_what_a_fine_grid_finds():
 def test_a_percentile_is_numpys():
     x = normal(4, 100)
     channels = Quantizer("INT8", "channel", "percentile", axis=0, percentile=90)
-    covered = jax.device_get(jax.jit(channels.range_of)(x))
-    np.testing.assert_allclose(covered.high, np.quantile(np.abs(x), 0.9, axis=1), rtol=1e-6)
-    np.testing.assert_array_equal(covered.low, -covered.high)
-    asymmetric = Quantizer("INT8:asymmetric", fit="percentile", percentile=90)
-    sides = jax.jit(asymmetric.range_of)(x)
-    np.testing.assert_allclose(sides.low, [np.quantile(x, 0.1)], rtol=1e-6)
-    np.testing.assert_allclose(sides.high, [np.quantile(x, 0.9)], rtol=1e-6)
+    limits = jax.jit(channels.limit_of)(x)
+    np.testing.assert_allclose(limits, np.quantile(np.abs(x), 0.9, axis=1), rtol=1e-6)
     groups = Quantizer("INT8", "group", "percentile", size=16, percentile=75)
-    short = jax.device_get(jax.jit(groups.range_of)(x[:1, :20]))  # its padding does not count
-    np.testing.assert_allclose(short.high[1], np.quantile(np.abs(x[0, 16:20]), 0.75), rtol=1e-6)
-
-
-def test_asymmetric_codes_follow_data_on_one_side():
-    """All 16 codes are above zero, where symmetric ones have 7."""
-    x = np.abs(normal(64, 64))
-    one, both = (bits_of(x, Quantizer(n)) for n in ("INT4:asymmetric", "INT4"))
-    assert one > both + 0.9
+    short = jax.jit(groups.limit_of)(x[:1, :20])  # its padding does not count
+    np.testing.assert_allclose(short[1], np.quantile(np.abs(x[0, 16:20]), 0.75), rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["INT8", "E2M1"])
@@ -176,28 +160,26 @@ def test_the_gradient_is_straight_through(name):
     np.testing.assert_allclose(gradient[inside], expected[inside], rtol=1e-5, atol=1e-6)
 
 
-def test_saturated_elements_pass_their_gradient_to_a_learnt_range():
-    quantizer, covered = Quantizer("INT4"), Range(jnp.array([-1.0]), jnp.array([1.0]))
+def test_saturated_elements_pass_their_gradient_to_a_learnt_limit():
+    quantizer, limit = Quantizer("INT4"), jnp.array([1.0])
     x, weights = jnp.array([0.0, 0.5, 3.0, -4.0]), jnp.array([1.0, 1.0, 2.0, 5.0])
 
-    def loss(x, covered):
-        values = quantizer.quantize(x, covered)
+    def loss(x, limit):
+        values = quantizer.quantize(x, limit)
         return jnp.sum(weights * values), values
 
     gradients = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
-    (of_x, of_range), values = gradients(x, covered)
+    (of_x, of_limit), values = gradients(x, limit)
     np.testing.assert_array_equal(of_x, [1, 1, 0, 0])
-    # LSQ: a saturated element moves with the end; 0.5 moves with its rounding error.
-    whole = float(of_range.high[0] - of_range.low[0])
+    # LSQ: a saturated element moves with the limit; 0.5 moves with its rounding error.
     error = float(values[1]) - 0.5
-    assert whole == pytest.approx(2 - 5 + error, abs=1e-6)
+    assert float(of_limit[0]) == pytest.approx(2 - 5 + error, abs=1e-6)
 
 
 def test_stochastic_rounding_is_right_on_average():
     x = np.broadcast_to(normal(1, 50), (512, 50))
     noise = np.broadcast_to((np.arange(512, dtype=np.float32)[:, None] + 0.5) / 512, x.shape)
-    quantizer = Quantizer("E2M1", rounding="stochastic")
-    values = np.asarray(jax.jit(quantizer)(x, noise))
+    values = np.asarray(jax.jit(Quantizer("E2M1"))(x, noise))
     np.testing.assert_allclose(values.mean(0), x[0], atol=2e-3)
 
 
@@ -210,23 +192,22 @@ def test_bits_that_are_right_and_dtypes():
 
 
 @pytest.mark.parametrize("fit", FITS)
-def test_ranges_that_are_not_finite_are_refused(fit):
+def test_limits_that_are_not_finite_are_refused(fit):
     x = normal(4, 4)
     for x[1, 1] in (np.nan, np.inf) if fit != "mse" else (np.inf,):
-        with pytest.raises(ValueError, match="range is not finite: the array has a NaN or an inf"):
-            Quantizer("E4M3", fit=fit).range_of(x)
+        with pytest.raises(ValueError, match="limit is not finite: the array has a NaN or an inf"):
+            Quantizer("E4M3", fit=fit).limit_of(x)
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"format": "INT99"}, "bits=99"),
+        ({"format": "INT99"}, "must have from 2 to 16 bits"),
         ({"format": "FP4"}, "does not name a small float"),
-        ({"format": jnp.float8_e4m3fn}, "must be a Minifloat, an IntegerFormat or the name"),
-        ({"format": None}, "must be a Minifloat, an IntegerFormat or the name"),
+        ({"format": jnp.float8_e4m3fn}, "must be a Minifloat or the name"),
+        ({"format": None}, "must be a Minifloat or the name"),
         ({"over": "row"}, "over='row' must be one of tensor, channel, group, block"),
         ({"fit": "min"}, "fit='min' must be one of max, percentile, mse"),
-        ({"rounding": "up"}, "rounding='up' must be one of"),
         ({"percentile": 50}, "percentile=50 must be above 50"),
     ],
 )
@@ -239,9 +220,9 @@ def test_arrays_that_do_not_fit_are_refused():
     x, e4m3 = normal(4), Quantizer("E4M3")
     one = jnp.array([1.0])
     for call, said in (
-        (lambda: e4m3.quantize(x, Range(one, -one)), r"range from 1.0 to -1.0 is empty"),
+        (lambda: e4m3.quantize(x, -one), r"limit of -1.0 is negative"),
         (lambda: e4m3(jnp.zeros((0, 4))), "has no elements"),
-        (lambda: e4m3.quantize(x, Range(-jnp.ones(2), jnp.ones(2))), r"\(2,\).* has 1 scales"),
+        (lambda: e4m3.quantize(x, jnp.ones(2)), r"\(2,\).* has 1 scales"),
         (lambda: sqnr_bits(jnp.ones((3, 4)), x), r"one shape, not \(3, 4\) and \(4,\)"),
         (lambda: Quantizer("E4M3", "channel", axis=2)(normal(3, 4)), r"axis=2 .*shape \(3, 4\)"),
     ):

@@ -12,7 +12,7 @@ from small_model import SMALL, filled
 from coat_jax import quantization as q
 from coat_jax.errors import UserError
 from coat_jax.numerics.eight_bits import LARGEST
-from coat_jax.numerics.quantizer import Quantizer, Range, sqnr_bits
+from coat_jax.numerics.quantizer import Quantizer, sqnr_bits
 from coat_jax.quantization.calibration import input_noise, input_scale, statistics, to_host
 
 CONFIG = dataclasses.replace(SMALL, dtype=jnp.float32, scan=False)
@@ -38,7 +38,7 @@ def test_a_histogram_gives_the_quantizers_ranges(kind):
     for format, name in (("int8", "INT8"), ("fp8", "E4M3")):
         for fit in ("max", "percentile", "mse"):
             recipe = dataclasses.replace(STATIC, activation_fit=fit)
-            expected = float(jax.jit(Quantizer(name, fit=fit).range_of)(x).high[0])
+            expected = float(jax.jit(Quantizer(name, fit=fit).limit_of)(x)[0])
             got = input_scale(inputs, format, recipe) * LARGEST[format]
             if fit == "mse":
                 # Near its minimum the error is flat: that is compared, not where it is.
@@ -48,7 +48,7 @@ def test_a_histogram_gives_the_quantizers_ranges(kind):
 
 
 def error(x, name, high):
-    rounded = jax.jit(Quantizer(name).quantize)(x, Range(jnp.array([-high]), jnp.array([high])))
+    rounded = jax.jit(Quantizer(name).quantize)(x, jnp.array([high]))
     return float(jnp.sum(jnp.square(rounded - x)))
 
 

@@ -1,10 +1,10 @@
 """One step of AdamW, in place: decode, update, encode. `coat_jax.kernels.adam` has the equations.
 
-A program steps one block of one leaf: GROUPS_PER_BLOCK groups of GROUP neighbouring elements.
+A program steps one block of one leaf. STEP is an `adam_launch.StepConstants`.
 
-    numbers    `adam.StepNumbers`; NUMBER has the index of each
+    numbers    `adam.StepNumbers`
     keys       one `noise.leaf_key` per leaf
-    layout     a row of numbers per leaf; FIELD, a `LayoutField`, has their offsets
+    layout     a row of numbers per leaf; LEAVES is a `leaf_layout.Leaves`
 
 Triton takes every array as a parameter of its own, hence the long signatures.
 """
@@ -21,68 +21,37 @@ from coat_jax.kernels.triton.params import load_param, store_param
 
 @triton.jit
 def step_block(
-    block,
-    numbers,
-    keys,
-    layout,
-    param,
-    grad,
-    mu_codes,
-    mu_amax,
-    mu_x16,
-    nu_codes,
-    nu_amax,
-    nu_x16,
-    correction,
-    result,
-    mu_codes_out,
-    mu_amax_out,
-    mu_x16_out,
-    nu_codes_out,
-    nu_amax_out,
-    nu_x16_out,
-    GROUP: tl.constexpr,
-    GROUPS_PER_BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,
-    FULL: tl.constexpr,
-    JUMPS: tl.constexpr,
-    HAS_PARAM: tl.constexpr,
-    CORRECTED: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    EPS_ROOT: tl.constexpr,
-    ROUND_PARAM: tl.constexpr,
-    MAY_SKIP: tl.constexpr,
-    MU: tl.constexpr,
-    NU: tl.constexpr,
-    NUMBER: tl.constexpr,
-    FIELD: tl.constexpr,
-    FAST: tl.constexpr,
-):
+    block, numbers, keys, layout,
+    param, grad, mu_codes, mu_amax, mu_x16, nu_codes, nu_amax, nu_x16, correction,
+    result, mu_codes_out, mu_amax_out, mu_x16_out, nu_codes_out, nu_amax_out, nu_x16_out,
+    CORRECTED: tl.constexpr, STEP: tl.constexpr, LEAVES: tl.constexpr,
+):  # fmt: skip
     """Steps one block of one leaf; where CORRECTED, its corrections too, in place."""
-    group, group_mask, start, offsets, mask = place_block(
-        block, layout, GROUP, GROUPS_PER_BLOCK, WHOLE, FULL, FIELD
-    )
+    MU: tl.constexpr = STEP.mu
+    NU: tl.constexpr = STEP.nu
+    NUMBER: tl.constexpr = STEP.number
+    group, group_mask, start, offsets, mask = place_block(block, layout, LEAVES)
 
     # Decode and update. Factors common to a group or to the step are multiplied first.
     raw_grad = tl.load(grad + start + offsets, mask=mask, other=0.0).to(tl.float32)
     mu = load_codes(mu_codes + start + offsets, mask, MU)
     nu = load_codes(nu_codes + start + offsets, mask, NU)
-    if HAS_PARAM:
-        p = load_param(param, correction, start, offsets, mask, CORRECTED, FAST)
+    if STEP.has_param:
+        p = load_param(param, correction, start, offsets, mask, CORRECTED)
     mu_amax = tl.load(mu_amax + group, mask=group_mask, other=0.0)
     nu_amax = tl.load(nu_amax + group, mask=group_mask, other=0.0)
     mu_x16 = tl.load(mu_x16 + group, mask=group_mask, other=16)
     nu_x16 = tl.load(nu_x16 + group, mask=group_mask, other=16)
-    g = clip(raw_grad, tl.load(numbers + NUMBER.largest_gradient), FAST)
+    g = clip(raw_grad, tl.load(numbers + NUMBER.largest_gradient))
     m, v = read_moments(
         mu, mu_amax, mu_x16, nu, nu_amax, nu_x16,
-        tl.load(numbers + NUMBER.log2_b1), tl.load(numbers + NUMBER.log2_b2), MU, NU, FAST,
+        tl.load(numbers + NUMBER.log2_b1), tl.load(numbers + NUMBER.log2_b2), MU, NU,
     )  # fmt: skip
     m += tl.load(numbers + NUMBER.grad_to_m) * g
     new_root_v = tl.load(numbers + NUMBER.grad_to_root_v) * g
     v += new_root_v * new_root_v
 
-    if MAY_SKIP:  # The step is in place: what is not stored stays.
+    if STEP.may_skip:  # The step is in place: what is not stored stays.
         skipped = tl.load(numbers + NUMBER.skip) != 0.0
         group_mask = tl.where(skipped, False, group_mask)
         mask = tl.where(skipped, False, mask)
@@ -90,39 +59,39 @@ def step_block(
     # The step: the direction, multiplied by the learning rate where there is a parameter.
     smallest = nu_amax * tl.load(numbers + NUMBER.smallest_v)
     denominator = tl.maximum(v, smallest[:, None], propagate_nan=tl.PropagateNan.ALL)
-    if EPS_ROOT:
+    if STEP.eps_root:
         denominator += tl.load(numbers + NUMBER.eps_root)
-    denominator = sqrt(denominator, FAST) * tl.load(numbers + NUMBER.rsqrt_debias2)
+    denominator = sqrt(denominator) * tl.load(numbers + NUMBER.rsqrt_debias2)
     denominator += tl.load(numbers + NUMBER.eps)
     step = m * tl.load(numbers + NUMBER.m_to_step)
-    if NESTEROV:
+    if STEP.nesterov:
         step += g * tl.load(numbers + NUMBER.grad_to_step)
-    step = clip(step * reciprocal(denominator, FAST), tl.load(numbers + NUMBER.largest_step), FAST)
+    step = clip(step * reciprocal(denominator), tl.load(numbers + NUMBER.largest_step))
     step += raw_grad * 0.0  # NaN for an infinite gradient, as exact moments would give
-    key = tl.load(keys + tl.load(layout + FIELD.leaf))
-    global_group = number_in_leaf(group, layout, JUMPS, FIELD)
-    if HAS_PARAM:
+    key = tl.load(keys + tl.load(layout + LEAVES.field.leaf))
+    global_group = number_in_leaf(group, layout, LEAVES)
+    if STEP.has_param:
         decay = tl.load(numbers + NUMBER.decay)
-        decay *= tl.load(layout + FIELD.decayed).to(tl.float32)
+        decay *= tl.load(layout + LEAVES.field.decayed).to(tl.float32)
         step += p * (1.0 - decay)  # now the new parameter
         store_param(
             step, result, correction, start, offsets, mask, key, global_group,
-            CORRECTED, ROUND_PARAM, GROUP, FAST,
+            CORRECTED, STEP.round_param, LEAVES.group,
         )  # fmt: skip
     else:
         tl.store(result + start + offsets, step.to(result.dtype.element_ty), mask=mask)
 
     # Encode. Both moments of an element take their noise from one hash, but from different bits.
     if MU.rounding != "nearest" or NU.rounding != "nearest":
-        noise_v, noise_m = noise_bits(key, global_group, NU.noise_base, MU.noise_base, GROUP, FAST)
+        noise_v, noise_m = noise_bits(key, global_group, NU.noise_base, MU.noise_base, LEAVES.group)
     else:
         noise_v, noise_m = v, m  # not used
-    codes, amax, x16 = encode_second(v, noise_v, NU, FAST)
+    codes, amax, x16 = encode_second(v, noise_v, NU)
     tl.store(nu_codes_out + start + offsets, codes.to(nu_codes_out.dtype.element_ty), mask=mask)
     tl.store(nu_amax_out + group, amax, mask=group_mask)
     tl.store(nu_x16_out + group, x16.to(tl.uint8), mask=group_mask)
     codes, amax, x16 = encode_first(
-        m, noise_m, v, amax, tl.load(numbers + NUMBER.stochastic_below), MU, NU, FAST
+        m, noise_m, v, amax, tl.load(numbers + NUMBER.stochastic_below), MU, NU
     )
     tl.store(mu_codes_out + start + offsets, codes.to(mu_codes_out.dtype.element_ty), mask=mask)
     tl.store(mu_amax_out + group, amax, mask=group_mask)
@@ -134,19 +103,13 @@ def step_leaf(
     numbers, keys, layout,
     p, g, mc, ma, mk, nc, na, nk,
     r, mco, mao, mko, nco, nao, nko,
-    GROUP: tl.constexpr, GROUPS_PER_BLOCK: tl.constexpr, WHOLE: tl.constexpr, FULL: tl.constexpr,
-    JUMPS: tl.constexpr,
-    HAS_PARAM: tl.constexpr, NESTEROV: tl.constexpr, EPS_ROOT: tl.constexpr,
-    ROUND_PARAM: tl.constexpr, MAY_SKIP: tl.constexpr,
-    MU: tl.constexpr, NU: tl.constexpr, NUMBER: tl.constexpr, FIELD: tl.constexpr,
-    FAST: tl.constexpr,
+    STEP: tl.constexpr, LEAVES: tl.constexpr,
 ):  # fmt: skip
     """Steps a leaf that has a launch of its own."""
     step_block(
         tl.program_id(0), numbers, keys, layout,
         p, g, mc, ma, mk, nc, na, nk, None, r, mco, mao, mko, nco, nao, nko,
-        GROUP, GROUPS_PER_BLOCK, WHOLE, FULL, JUMPS, HAS_PARAM, False, NESTEROV, EPS_ROOT,
-        ROUND_PARAM, MAY_SKIP, MU, NU, NUMBER, FIELD, FAST,
+        False, STEP, LEAVES,
     )  # fmt: skip
 
 
@@ -169,12 +132,7 @@ def step_bucket(
     r5, mco5, mao5, mko5, nco5, nao5, nko5,
     r6, mco6, mao6, mko6, nco6, nao6, nko6,
     r7, mco7, mao7, mko7, nco7, nao7, nko7,
-    GROUP: tl.constexpr, GROUPS_PER_BLOCK: tl.constexpr, WHOLE: tl.constexpr, FULL: tl.constexpr,
-    JUMPS: tl.constexpr,
-    HAS_PARAM: tl.constexpr, NESTEROV: tl.constexpr, EPS_ROOT: tl.constexpr,
-    ROUND_PARAM: tl.constexpr, MAY_SKIP: tl.constexpr,
-    MU: tl.constexpr, NU: tl.constexpr, NUMBER: tl.constexpr, FIELD: tl.constexpr,
-    FAST: tl.constexpr,
+    STEP: tl.constexpr, LEAVES: tl.constexpr,
 ):  # fmt: skip
     """Steps eight leaves: each program looks up which one its block belongs to."""
     block = tl.program_id(0)
@@ -200,13 +158,12 @@ def step_bucket(
         (r7, mco7, mao7, mko7, nco7, nao7, nko7),
     )
     for leaf in tl.static_range(7):
-        if block >= tl.load(layout + FIELD.width * (leaf + 1)):
-            row = layout + FIELD.width * (leaf + 1)
+        if block >= tl.load(layout + LEAVES.field.width * (leaf + 1)):
+            row = layout + LEAVES.field.width * (leaf + 1)
             p, g, mc, ma, mk, nc, na, nk = inputs[leaf]
             r, mco, mao, mko, nco, nao, nko = outputs[leaf]
     step_block(
         block, numbers, keys, row,
         p, g, mc, ma, mk, nc, na, nk, None, r, mco, mao, mko, nco, nao, nko,
-        GROUP, GROUPS_PER_BLOCK, WHOLE, FULL, JUMPS, HAS_PARAM, False, NESTEROV, EPS_ROOT,
-        ROUND_PARAM, MAY_SKIP, MU, NU, NUMBER, FIELD, FAST,
+        False, STEP, LEAVES,
     )  # fmt: skip

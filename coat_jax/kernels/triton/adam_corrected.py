@@ -18,19 +18,13 @@ def step_corrected_leaf(
     numbers, keys, layout,
     p, g, mc, ma, mk, nc, na, nk, c,
     r, mco, mao, mko, nco, nao, nko, co,
-    GROUP: tl.constexpr, GROUPS_PER_BLOCK: tl.constexpr, WHOLE: tl.constexpr, FULL: tl.constexpr,
-    JUMPS: tl.constexpr,
-    HAS_PARAM: tl.constexpr, NESTEROV: tl.constexpr, EPS_ROOT: tl.constexpr,
-    ROUND_PARAM: tl.constexpr, MAY_SKIP: tl.constexpr,
-    MU: tl.constexpr, NU: tl.constexpr, NUMBER: tl.constexpr, FIELD: tl.constexpr,
-    FAST: tl.constexpr,
+    STEP: tl.constexpr, LEAVES: tl.constexpr,
 ):  # fmt: skip
     """Steps a leaf that has a launch of its own."""
     step_block(
         tl.program_id(0), numbers, keys, layout,
         p, g, mc, ma, mk, nc, na, nk, c, p, mc, ma, mk, nc, na, nk,
-        GROUP, GROUPS_PER_BLOCK, WHOLE, FULL, JUMPS, HAS_PARAM, True, NESTEROV, EPS_ROOT,
-        ROUND_PARAM, MAY_SKIP, MU, NU, NUMBER, FIELD, FAST,
+        True, STEP, LEAVES,
     )  # fmt: skip
 
 
@@ -53,12 +47,7 @@ def step_corrected_bucket(
     r5, mco5, mao5, mko5, nco5, nao5, nko5, co5,
     r6, mco6, mao6, mko6, nco6, nao6, nko6, co6,
     r7, mco7, mao7, mko7, nco7, nao7, nko7, co7,
-    GROUP: tl.constexpr, GROUPS_PER_BLOCK: tl.constexpr, WHOLE: tl.constexpr, FULL: tl.constexpr,
-    JUMPS: tl.constexpr,
-    HAS_PARAM: tl.constexpr, NESTEROV: tl.constexpr, EPS_ROOT: tl.constexpr,
-    ROUND_PARAM: tl.constexpr, MAY_SKIP: tl.constexpr,
-    MU: tl.constexpr, NU: tl.constexpr, NUMBER: tl.constexpr, FIELD: tl.constexpr,
-    FAST: tl.constexpr,
+    STEP: tl.constexpr, LEAVES: tl.constexpr,
 ):  # fmt: skip
     """Steps eight leaves: each program looks up which one its block belongs to."""
     block = tl.program_id(0)
@@ -74,12 +63,11 @@ def step_corrected_bucket(
         (p7, g7, mc7, ma7, mk7, nc7, na7, nk7, c7),
     )
     for leaf in tl.static_range(7):
-        if block >= tl.load(layout + FIELD.width * (leaf + 1)):
-            row = layout + FIELD.width * (leaf + 1)
+        if block >= tl.load(layout + LEAVES.field.width * (leaf + 1)):
+            row = layout + LEAVES.field.width * (leaf + 1)
             p, g, mc, ma, mk, nc, na, nk, c = inputs[leaf]
     step_block(
         block, numbers, keys, row,
         p, g, mc, ma, mk, nc, na, nk, c, p, mc, ma, mk, nc, na, nk,
-        GROUP, GROUPS_PER_BLOCK, WHOLE, FULL, JUMPS, HAS_PARAM, True, NESTEROV, EPS_ROOT,
-        ROUND_PARAM, MAY_SKIP, MU, NU, NUMBER, FIELD, FAST,
+        True, STEP, LEAVES,
     )  # fmt: skip

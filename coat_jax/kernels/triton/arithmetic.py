@@ -1,6 +1,6 @@
 """FP32 arithmetic with approximate instructions.
 
-With FAST, base-2 logarithm, power, root and reciprocal are one instruction each. Their relative
+If FAST, base-2 logarithm, power, root and reciprocal are one instruction each. Their relative
 error is 2^-22, and they flush denormals to zero. Triton's interpreter has no inline assembly: FAST
 is off there.
 """
@@ -8,9 +8,11 @@ is off there.
 import triton
 import triton.language as tl
 
+FAST = tl.constexpr(not triton.knobs.runtime.interpret)
+
 
 @triton.jit
-def log2(x, FAST: tl.constexpr):
+def log2(x):
     """log2(x); minus infinity for denormals."""
     if FAST:
         return tl.inline_asm_elementwise(
@@ -20,7 +22,7 @@ def log2(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def exp2(x, FAST: tl.constexpr):
+def exp2(x):
     """2^x."""
     if FAST:
         return tl.inline_asm_elementwise(
@@ -30,7 +32,7 @@ def exp2(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def sqrt(x, FAST: tl.constexpr):
+def sqrt(x):
     """The square root."""
     if FAST:
         return tl.inline_asm_elementwise(
@@ -40,7 +42,7 @@ def sqrt(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def rsqrt(x, FAST: tl.constexpr):
+def rsqrt(x):
     """1 / sqrt(x)."""
     if FAST:
         return tl.inline_asm_elementwise(
@@ -50,7 +52,7 @@ def rsqrt(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def reciprocal(x, FAST: tl.constexpr):
+def reciprocal(x):
     """1 / x."""
     if FAST:
         return tl.inline_asm_elementwise(
@@ -60,7 +62,7 @@ def reciprocal(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def reciprocal_of_integer(x, FAST: tl.constexpr):
+def reciprocal_of_integer(x):
     """1 / x to within 0.4 %: an integer subtraction (6 %) and one Newton step."""
     if FAST:
         guess = (0x7EF127EA - x.to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True)
@@ -69,7 +71,7 @@ def reciprocal_of_integer(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def floor_positive(x, FAST: tl.constexpr):
+def floor_positive(x):
     """floor(x) for 0 <= x < 2^22: adding 2^23 while rounding towards zero drops the fraction."""
     if FAST:
         return tl.inline_asm_elementwise(
@@ -84,7 +86,7 @@ def floor_positive(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def clip(x, limit, FAST: tl.constexpr):
+def clip(x, limit):
     """x with its magnitude limited; NaN stays NaN."""
     if FAST:
         return tl.inline_asm_elementwise(

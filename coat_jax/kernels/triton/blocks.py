@@ -38,9 +38,7 @@ def inverse_power(exponent):
 
 
 @triton.jit
-def round_blocks(
-    v, exponent, number, ANTITHETIC: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr
-):
+def round_blocks(v, exponent, number, ANTITHETIC: tl.constexpr, F8: tl.constexpr):
     """The codes of blocks [.., SIZE], as `round_to_fp8` returns them.
 
     If `number` is None, they are rounded to nearest. Otherwise `number` is the number of each block
@@ -49,24 +47,23 @@ def round_blocks(
     """
     y = v * tl.expand_dims(inverse_power(exponent), -1)
     if number is None:
-        y = round_to_fp8(y, F8, FAST)
+        y = round_to_fp8(y, F8)
     else:
         lane = tl.arange(0, y.shape[-1])
         bits = of_places(tl.expand_dims(number, -1), lane)
         if ANTITHETIC:
             bits = bits ^ 0xFFFFFFFF  # the interpreter has no ~ for unsigned numbers
-        y = round_at_random(y, bits, F8, FAST)
+        y = round_at_random(y, bits, F8)
     return y
 
 
 @triton.jit
-def load_row_of_blocks(
-    codes, exponents, row, column, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr
-):
+def load_row_of_blocks(codes, exponents, row, column, NORM: tl.constexpr):
     """Loads a row that is stored in blocks, decoded to FP32."""
-    block = tl.arange(0, WIDTH // SIZE)
-    blocks: tl.constexpr = (COLUMNS + SIZE - 1) // SIZE
-    q = tl.load(codes + row * COLUMNS + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
+    block = tl.arange(0, NORM.width // NORM.block)
+    blocks: tl.constexpr = (NORM.columns + NORM.block - 1) // NORM.block
+    q = tl.load(codes + row * NORM.columns + column, mask=column < NORM.columns, other=0.0)
+    q = q.to(tl.float32)
     e = tl.load(exponents + row * blocks + block, mask=block < blocks, other=127).to(tl.int32)
-    values = tl.reshape(q, [WIDTH // SIZE, SIZE]) * power_of_two(e)[:, None]
-    return tl.reshape(values, [WIDTH])
+    values = tl.reshape(q, [NORM.width // NORM.block, NORM.block])
+    return tl.reshape(values * power_of_two(e)[:, None], [NORM.width])

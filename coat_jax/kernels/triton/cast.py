@@ -1,6 +1,7 @@
 """FP8 codes of an array in one layout or both, and sums of their squares.
 
-Every output is a parameter of the kernel, hence one entry point per combination of outputs.
+Every output is a parameter of the kernel, hence one entry point per combination of outputs. CAST is
+a `kernels.cast.Cast`: outputs that are not wanted are not written.
 """
 
 import triton
@@ -18,81 +19,53 @@ from coat_jax.kernels.triton.tiles import (
 
 
 @triton.jit
-def cast_tile(
+def cast_both_and_squares(
     x, scale, row_numbers, column_numbers, straight, transposed, squares,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
-    PER_SUM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    STOCHASTIC: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
+    CAST: tl.constexpr, F8: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """One tile; outputs that are not wanted are not written."""
-    row, column = tile_indices(COLUMNS, TILE_ROWS, TILE_COLUMNS)
-    y = load_tile(x, row, column, ROWS, COLUMNS) * (1.0 / tl.load(scale))
-    y = round_tile(y, row_numbers, column_numbers, row, column, ROWS, COLUMNS, STOCHASTIC, F8, FAST)
+    """One tile in both layouts, and sums of squares."""
+    row, column = tile_indices(TILES)
+    y = load_tile(x, row, column, TILES) * (1.0 / tl.load(scale))
+    y = round_tile(y, row_numbers, column_numbers, row, column, CAST.stochastic, F8, TILES)
     codes = y.to(straight.dtype.element_ty)
-    if STRAIGHT:
-        store_tile(codes, straight, row, column, ROWS, COLUMNS)
-    if TRANSPOSED:
-        store_transposed(codes, transposed, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
-    if PER_SUM:
-        y = through_fp8(y, straight.dtype.element_ty, FAST)
-        y = tl.reshape(y * y, [TILE_ROWS, TILE_COLUMNS // PER_SUM, PER_SUM])
-        offsets, mask = block_offsets(row, ROWS, COLUMNS, TILE_COLUMNS, PER_SUM)
+    if CAST.straight:
+        store_tile(codes, straight, row, column, TILES)
+    if CAST.transposed:
+        store_transposed(codes, transposed, row, column, TILES)
+    if CAST.per_sum:
+        y = through_fp8(y, straight.dtype.element_ty)
+        y = tl.reshape(y * y, [TILES.height, TILES.width // CAST.per_sum, CAST.per_sum])
+        offsets, mask = block_offsets(row, CAST.per_sum, TILES)
         tl.store(squares + offsets, tl.sum(y, axis=2), mask=mask)
 
 
 @triton.jit
 def cast_one(
     x, scale, row_numbers, column_numbers, out,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
-    PER_SUM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    STOCHASTIC: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
+    CAST: tl.constexpr, F8: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """One layout."""
-    cast_tile(
-        x, scale, row_numbers, column_numbers, out, out, out,
-        ROWS, COLUMNS, STRAIGHT, TRANSPOSED, PER_SUM, TILE_ROWS, TILE_COLUMNS, STOCHASTIC, F8, FAST,
-    )  # fmt: skip
+    cast_both_and_squares(x, scale, row_numbers, column_numbers, out, out, out, CAST, F8, TILES)
 
 
 @triton.jit
 def cast_one_and_squares(
     x, scale, row_numbers, column_numbers, out, squares,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
-    PER_SUM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    STOCHASTIC: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
+    CAST: tl.constexpr, F8: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """One layout, and sums of squares."""
-    cast_tile(
-        x, scale, row_numbers, column_numbers, out, out, squares,
-        ROWS, COLUMNS, STRAIGHT, TRANSPOSED, PER_SUM, TILE_ROWS, TILE_COLUMNS, STOCHASTIC, F8, FAST,
-    )  # fmt: skip
+    cast_both_and_squares(x, scale, row_numbers, column_numbers, out, out, squares, CAST, F8, TILES)
 
 
 @triton.jit
 def cast_both(
     x, scale, row_numbers, column_numbers, straight, transposed,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
-    PER_SUM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    STOCHASTIC: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
+    CAST: tl.constexpr, F8: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Both layouts."""
-    cast_tile(
+    cast_both_and_squares(
         x, scale, row_numbers, column_numbers, straight, transposed, straight,
-        ROWS, COLUMNS, STRAIGHT, TRANSPOSED, PER_SUM, TILE_ROWS, TILE_COLUMNS, STOCHASTIC, F8, FAST,
-    )  # fmt: skip
-
-
-@triton.jit
-def cast_both_and_squares(
-    x, scale, row_numbers, column_numbers, straight, transposed, squares,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
-    PER_SUM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    STOCHASTIC: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """Both layouts, and sums of squares."""
-    cast_tile(
-        x, scale, row_numbers, column_numbers, straight, transposed, squares,
-        ROWS, COLUMNS, STRAIGHT, TRANSPOSED, PER_SUM, TILE_ROWS, TILE_COLUMNS, STOCHASTIC, F8, FAST,
+        CAST, F8, TILES,
     )  # fmt: skip
 
 

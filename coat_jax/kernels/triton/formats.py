@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from coat_jax.kernels.triton.arithmetic import (
+    FAST,
     copysign,
     floor_positive,
     reciprocal,
@@ -16,15 +17,15 @@ from coat_jax.kernels.triton.arithmetic import (
 
 
 @triton.jit
-def round_to_fp8(y, F8: tl.constexpr, FAST: tl.constexpr):
+def round_to_fp8(y, F8: tl.constexpr):
     """The FP8 value nearest to y, in FP32; with FAST y itself, which the next cast rounds."""
     if FAST:
         return y
-    return copysign(representable(tl.abs(y), F8, FAST), y)
+    return copysign(representable(tl.abs(y), F8), y)
 
 
 @triton.jit
-def through_fp8(y, dtype: tl.constexpr, FAST: tl.constexpr):
+def through_fp8(y, dtype: tl.constexpr):
     """What the result of `round_to_fp8` becomes in a cast to FP8 and back."""
     if FAST:
         return y.to(dtype).to(tl.float32)
@@ -32,7 +33,7 @@ def through_fp8(y, dtype: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def representable(image, F8: tl.constexpr, FAST: tl.constexpr):
+def representable(image, F8: tl.constexpr):
     """The FP8 value nearest to image, still in FP32, and 0 for a negative image.
 
     With FAST image itself, which the cast that follows rounds and saturates. (A negative image is
@@ -48,28 +49,28 @@ def representable(image, F8: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def round_at_random(y, bits, F8: tl.constexpr, FAST: tl.constexpr):
+def round_at_random(y, bits, F8: tl.constexpr):
     """`formats.round_at_random`, in FP32; with FAST the cast that follows rounds subnormal ones."""
     dropped: tl.constexpr = 23 - F8.mantissa_bits
     carried = y.to(tl.uint32, bitcast=True) + (bits >> (32 - dropped))
     rounded = (carried >> dropped << dropped).to(tl.float32, bitcast=True)
     finite_or_infinite = y == y  # noqa: PLR0124
-    return round_to_fp8(tl.where(finite_or_infinite, rounded, y), F8, FAST)
+    return round_to_fp8(tl.where(finite_or_infinite, rounded, y), F8)
 
 
 @triton.jit
-def round_stochastically(image, noise, x16, F8: tl.constexpr, FAST: tl.constexpr):
+def round_stochastically(image, noise, x16, F8: tl.constexpr):
     """`formats.stochastic_cast` of image >= 0, for noise in [128, 129) with steps of 2^-16.
 
     Adding noise carries the value into the next integer with the right probability. A mask then
     drops the fraction, and keeps NaN.
     """
-    curvature = 1.0 - 16.0 * reciprocal(x16, FAST)
+    curvature = 1.0 - 16.0 * reciprocal(x16)
     unit, per_unit = unit_in_last_place(image, F8)
     scaled = image * per_unit
-    below = floor_positive(scaled, FAST)
+    below = floor_positive(scaled)
     fraction = scaled - below
-    bend = (fraction - fraction * fraction) * reciprocal_of_integer(2.0 * below + 1.0, FAST)
+    bend = (fraction - fraction * fraction) * reciprocal_of_integer(2.0 * below + 1.0)
     carried = curvature[:, None] * bend + scaled + noise
     whole = (carried.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
     return (whole - 128.0) * unit

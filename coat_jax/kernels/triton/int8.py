@@ -50,57 +50,43 @@ def to_int8(y):
 
 
 @triton.jit
-def column_maxima_tile(
-    x, maxima,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-):  # fmt: skip
+def column_maxima_tile(x, maxima, TILES: tl.constexpr):
     """The largest magnitude of each column of a tile, compared as bits, so that NaN is largest."""
-    tile_row = first_row(COLUMNS, TILE_ROWS, TILE_COLUMNS) // TILE_ROWS
-    row = tile_row * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    column = first_column(COLUMNS, TILE_COLUMNS) + tl.arange(0, TILE_COLUMNS)
-    largest = tl.max(magnitude_bits(load_tile(x, row, column, ROWS, COLUMNS)), axis=0)
-    offsets = tile_row.to(tl.int64) * COLUMNS + column
-    tl.store(maxima + offsets, largest.to(tl.float32, bitcast=True), mask=column < COLUMNS)
+    tile_row = first_row(TILES) // TILES.height
+    row = tile_row * TILES.height + tl.arange(0, TILES.height)
+    column = first_column(TILES) + tl.arange(0, TILES.width)
+    largest = tl.max(magnitude_bits(load_tile(x, row, column, TILES)), axis=0)
+    offsets = tile_row.to(tl.int64) * TILES.columns + column
+    tl.store(maxima + offsets, largest.to(tl.float32, bitcast=True), mask=column < TILES.columns)
 
 
 @triton.jit
-def int8_rows_tile(
-    x, largest, out,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-):  # fmt: skip
+def int8_rows_tile(x, largest, out, TILES: tl.constexpr):
     """One tile of an array, each row with its scale, as codes."""
-    row, column = tile_indices(COLUMNS, TILE_ROWS, TILE_COLUMNS)
-    v = load_tile(x, row, column, ROWS, COLUMNS)
-    scale = int8_scale(tl.load(largest + row, mask=row < ROWS, other=0.0))
-    store_tile(round_to_int8(v, scale[:, None]), out, row, column, ROWS, COLUMNS)
+    row, column = tile_indices(TILES)
+    v = load_tile(x, row, column, TILES)
+    scale = int8_scale(tl.load(largest + row, mask=row < TILES.rows, other=0.0))
+    store_tile(round_to_int8(v, scale[:, None]), out, row, column, TILES)
 
 
 @triton.jit
-def int8_columns_tile(
-    x, largest, out,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-):  # fmt: skip
+def int8_columns_tile(x, largest, out, TILES: tl.constexpr):
     """One tile of an array, each column with its scale, as transposed codes."""
-    row, column = tile_indices(COLUMNS, TILE_ROWS, TILE_COLUMNS)
-    v = load_tile(x, row, column, ROWS, COLUMNS)
-    scale = int8_scale(tl.load(largest + column, mask=column < COLUMNS, other=0.0))
-    codes = round_to_int8(v, scale[None, :])
-    store_transposed(codes, out, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+    row, column = tile_indices(TILES)
+    v = load_tile(x, row, column, TILES)
+    scale = int8_scale(tl.load(largest + column, mask=column < TILES.columns, other=0.0))
+    store_transposed(round_to_int8(v, scale[None, :]), out, row, column, TILES)
 
 
 @triton.jit
-def int8_rescale_tile(
-    codes, maxima, largest, out,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    SIZE: tl.constexpr,
-):  # fmt: skip
-    """Codes with a scale per row and SIZE columns become codes with one scale per row."""
-    row, column = tile_indices(COLUMNS, TILE_ROWS, TILE_COLUMNS)
-    q = load_tile(codes, row, column, ROWS, COLUMNS)
-    offsets, mask = block_offsets(row, ROWS, COLUMNS, TILE_COLUMNS, SIZE)
+def int8_rescale_tile(codes, maxima, largest, out, TILES: tl.constexpr):
+    """Codes with a scale per row and block become codes with one scale per row."""
+    row, column = tile_indices(TILES)
+    q = load_tile(codes, row, column, TILES)
+    offsets, mask = block_offsets(row, TILES.block, TILES)
     before = int8_scale(tl.load(maxima + offsets, mask=mask, other=0.0))
-    after = int8_scale(tl.load(largest + row, mask=row < ROWS, other=0.0))
+    after = int8_scale(tl.load(largest + row, mask=row < TILES.rows, other=0.0))
     factor = before / after[:, None]
-    q = tl.reshape(q, [TILE_ROWS, TILE_COLUMNS // SIZE, SIZE]) * factor[:, :, None]
-    q = to_int8(tl.reshape(q, [TILE_ROWS, TILE_COLUMNS]))
-    store_tile(q, out, row, column, ROWS, COLUMNS)
+    q = tl.reshape(q, [TILES.height, TILES.width // TILES.block, TILES.block])
+    q = to_int8(tl.reshape(q * factor[:, :, None], [TILES.height, TILES.width]))
+    store_tile(q, out, row, column, TILES)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from coat_jax.kernels.triton.arithmetic import (
+    FAST,
     clip,
     copysign,
     exp2,
@@ -37,47 +38,45 @@ def load_codes(pointers, mask, FORMAT: tl.constexpr):
 @triton.jit
 def read_moments(
     mu, mu_amax, mu_x16, nu, nu_amax, nu_x16, log2_b1, log2_b2,
-    MU: tl.constexpr, NU: tl.constexpr, FAST: tl.constexpr,
+    MU: tl.constexpr, NU: tl.constexpr,
 ):  # fmt: skip
     """Decodes the moments, and returns b1 m and b2 v."""
     if NU.is_integer:
-        root = decode_root(nu, nu_amax, nu_x16, FAST)
-        v = root * (root * exp2(log2_b2, FAST))  # finite in this order
+        root = decode_root(nu, nu_amax, nu_x16)
+        v = root * (root * exp2(log2_b2))  # finite in this order
     else:
-        v = decode(nu, nu_amax, nu_x16, log2_b2, NU, FAST)
+        v = decode(nu, nu_amax, nu_x16, log2_b2, NU)
         if MU.is_integer:
-            root = sqrt(decode(nu, nu_amax, nu_x16, 0.0, NU, FAST), FAST)
+            root = sqrt(decode(nu, nu_amax, nu_x16, 0.0, NU))
     if MU.is_integer:
-        smallest = sqrt(smallest_second(nu_amax, NU), FAST)
-        scale = mu_amax * (1.0 / 127.0) * exp2(log2_b1, FAST)
+        smallest = sqrt(smallest_second(nu_amax, NU))
+        scale = mu_amax * (1.0 / 127.0) * exp2(log2_b1)
         m = mu * scale[:, None] * tl.maximum(root, smallest[:, None])
     else:
-        m = copysign(decode(mu, mu_amax, mu_x16, log2_b1, MU, FAST), mu)
+        m = copysign(decode(mu, mu_amax, mu_x16, log2_b1, MU), mu)
     return m, v
 
 
 @triton.jit
-def encode_second(v, noise, NU: tl.constexpr, FAST: tl.constexpr):
+def encode_second(v, noise, NU: tl.constexpr):
     """The codes of v for the cast that follows; amax; 16 k."""
     if NU.is_integer:
-        codes, amax, x16 = encode_logarithms(v, noise, NU, FAST)
+        codes, amax, x16 = encode_logarithms(v, noise, NU)
     else:
-        codes, amax, x16 = encode(v, noise, NU, FAST)
+        codes, amax, x16 = encode(v, noise, NU)
     return codes, amax, x16
 
 
 @triton.jit
-def encode_first(
-    m, noise, v, nu_amax, stochastic_below, MU: tl.constexpr, NU: tl.constexpr, FAST: tl.constexpr
-):
+def encode_first(m, noise, v, nu_amax, stochastic_below, MU: tl.constexpr, NU: tl.constexpr):
     """The codes of m for the cast that follows; amax; 16 k. `nu_amax` is that of the new v."""
     if MU.is_integer:
-        direction = m * rsqrt(tl.maximum(v, smallest_second(nu_amax, NU)[:, None]), FAST)
+        direction = m * rsqrt(tl.maximum(v, smallest_second(nu_amax, NU)[:, None]))
         codes, amax, x16 = encode_integers(
-            direction, noise, stochastic_below, MU.rounding != "nearest", FAST
+            direction, noise, stochastic_below, MU.rounding != "nearest"
         )
     else:
-        codes, amax, x16 = encode(tl.abs(m), noise, MU, FAST)
+        codes, amax, x16 = encode(tl.abs(m), noise, MU)
         codes = copysign(codes, m)
     return codes, amax, x16
 
@@ -89,57 +88,57 @@ def smallest_second(amax, NU: tl.constexpr):
 
 
 @triton.jit
-def decode_root(codes, amax, x16, FAST: tl.constexpr):
+def decode_root(codes, amax, x16):
     """The square roots of numbers that are stored as logarithms."""
-    half = 0.5 * reciprocal(x16.to(tl.float32), FAST)
-    offset = 0.5 * log2(amax, FAST) - 255.0 * half
-    root = exp2(codes * half[:, None] + offset[:, None], FAST)
+    half = 0.5 * reciprocal(x16.to(tl.float32))
+    offset = 0.5 * log2(amax) - 255.0 * half
+    root = exp2(codes * half[:, None] + offset[:, None])
     return tl.where(codes == 0.0, 0.0, root)
 
 
 @triton.jit
-def encode_logarithms(x, noise, FORMAT: tl.constexpr, FAST: tl.constexpr):
+def encode_logarithms(x, noise, FORMAT: tl.constexpr):
     """The codes of non-negative numbers as logarithms; amax; 16 k."""
-    amax, log2_amax, x16 = fit(x, FORMAT, FAST)
-    exact = 255.0 - x16[:, None] * (log2_amax[:, None] - log2(x, FAST))
+    amax, log2_amax, x16 = fit(x, FORMAT)
+    exact = 255.0 - x16[:, None] * (log2_amax[:, None] - log2(x))
     if FORMAT.rounding != "nearest":
         noise = noise.to(tl.float32, bitcast=True) - 128.0
-        fraction = exact - floor_positive(exact, FAST)
-        bend = 0.34657359027997264 * reciprocal(x16, FAST)  # log(2) / 2k
+        fraction = exact - floor_positive(exact)
+        bend = 0.34657359027997264 * reciprocal(x16)  # log(2) / 2k
         rounded = exact - (fraction - fraction * fraction) * bend[:, None]
     else:
         noise = 0.5
         rounded = exact
-    codes = last_byte(floor_to_bits(rounded + noise, FAST))
+    codes = last_byte(floor_to_bits(rounded + noise))
     # A value below the smallest code becomes that code or zero. Apart from rounding errors this
     # occurs only at the smallest k.
     LARGEST: tl.constexpr = 8.507059173023462e37  # 2^126: times this, any normal number is >= 1
     per_smallest = tl.where(
-        x16 > FORMAT.fit.min_steps, LARGEST, reciprocal(amax * FORMAT.smallest_second, FAST)
+        x16 > FORMAT.fit.min_steps, LARGEST, reciprocal(amax * FORMAT.smallest_second)
     )
     least = tl.where(x * per_smallest[:, None] + noise >= 1.0, 1, 0)
     return tl.where(exact >= 1.0, codes, least), amax, x16
 
 
 @triton.jit
-def encode_integers(x, noise, stochastic_below, STOCHASTIC: tl.constexpr, FAST: tl.constexpr):
+def encode_integers(x, noise, stochastic_below, STOCHASTIC: tl.constexpr):
     """The codes of signed numbers as integers; amax; 16 k."""
     amax = tl.minimum(tl.max(tl.abs(x), axis=1), 1.2676506002282294e30)
     amax = tl.where(amax < 7.888609052210118e-31, 0.0, amax)
-    per_amax = tl.where(amax > 0.0, 127.0 * reciprocal(amax, FAST), 0.0)
-    exact = clip(x * per_amax[:, None], 127.0, FAST)
+    per_amax = tl.where(amax > 0.0, 127.0 * reciprocal(amax), 0.0)
+    exact = clip(x * per_amax[:, None], 127.0)
     if STOCHASTIC:
         noise = noise.to(tl.float32, bitcast=True) - 128.0
         noise = tl.where(tl.abs(exact) < stochastic_below, noise, 0.5)
     else:
         noise = 0.5
     x16 = tl.full(amax.shape, 16, tl.int32)
-    codes = last_byte(floor_to_bits(exact + noise, FAST))
+    codes = last_byte(floor_to_bits(exact + noise))
     return codes, amax, x16
 
 
 @triton.jit
-def floor_to_bits(x, FAST: tl.constexpr):
+def floor_to_bits(x):
     """An integer whose last byte is that of floor(x) for |x| < 2^22, and of -1 for NaN."""
     if FAST:
         return tl.inline_asm_elementwise(

@@ -7,6 +7,8 @@ place has the size that the noise needs, so that a single addition applies them.
 import triton
 import triton.language as tl
 
+from coat_jax.kernels.triton.arithmetic import FAST
+
 
 @triton.jit
 def mix(x):
@@ -23,8 +25,7 @@ def of_places(run, lane):
 
 
 @triton.jit
-def noise_bits(key, run, BASE: tl.constexpr, OTHER_BASE: tl.constexpr, GROUP: tl.constexpr,
-               FAST: tl.constexpr):  # fmt: skip
+def noise_bits(key, run, BASE: tl.constexpr, OTHER_BASE: tl.constexpr, GROUP: tl.constexpr):
     """Per element of B groups, as [B, G]: 16 random bits, and those of its neighbour.
 
     One hash of 32 bits serves two neighbours: the even one has the lower half, the odd one the
@@ -34,19 +35,19 @@ def noise_bits(key, run, BASE: tl.constexpr, OTHER_BASE: tl.constexpr, GROUP: tl
     row = mix(key + run * 0x9E3779B9)
     pair = tl.arange(0, GROUP // 2).to(tl.uint32)
     bits = mix(row[:, None] + pair[None, :] * 0x9E3779B9)
-    own = tl.interleave(lower_half(bits, BASE, FAST), upper_half(bits, BASE, FAST))
-    other = tl.interleave(upper_half(bits, OTHER_BASE, FAST), lower_half(bits, OTHER_BASE, FAST))
+    own = tl.interleave(lower_half(bits, BASE), upper_half(bits, BASE))
+    other = tl.interleave(upper_half(bits, OTHER_BASE), lower_half(bits, OTHER_BASE))
     return own, other
 
 
 @triton.jit
-def lower_half(bits, BASE: tl.constexpr, FAST: tl.constexpr):
+def lower_half(bits, BASE: tl.constexpr):
     """The lower 16 bits, under those of BASE."""
     return (bits & 0xFFFF) | BASE
 
 
 @triton.jit
-def upper_half(bits, BASE: tl.constexpr, FAST: tl.constexpr):
+def upper_half(bits, BASE: tl.constexpr):
     """The upper 16 bits, under those of BASE."""
     if FAST:  # one instruction instead of two
         return tl.inline_asm_elementwise(

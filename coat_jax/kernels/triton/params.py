@@ -7,28 +7,28 @@ for any input.
 import triton
 import triton.language as tl
 
+from coat_jax.kernels.triton.arithmetic import FAST
 from coat_jax.kernels.triton.noise import mix, noise_bits
 
 
 @triton.jit
-def load_param(param, correction, start, offsets, mask, CORRECTED: tl.constexpr,
-               FAST: tl.constexpr):  # fmt: skip
+def load_param(param, correction, start, offsets, mask, CORRECTED: tl.constexpr):
     """Parameters in FP32; if CORRECTED, BF16 parameters with their corrections."""
     p = tl.load(param + start + offsets, mask=mask, other=0.0)
     if CORRECTED:
-        p = join(p, tl.load(correction + start + offsets, mask=mask, other=0), FAST)
+        p = join(p, tl.load(correction + start + offsets, mask=mask, other=0))
     return p.to(tl.float32)
 
 
 @triton.jit
 def store_param(
     p, param, correction, start, offsets, mask, key, group,
-    CORRECTED: tl.constexpr, STOCHASTIC: tl.constexpr, GROUP: tl.constexpr, FAST: tl.constexpr,
+    CORRECTED: tl.constexpr, STOCHASTIC: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Rounds and stores parameters; `key` of the leaf and `group` are what STOCHASTIC hashes."""
     noise = 0
     if STOCHASTIC:
-        noise, _ = noise_bits(mix(key ^ 0x5BD1E995), group, 0, 0, GROUP, FAST)
+        noise, _ = noise_bits(mix(key ^ 0x5BD1E995), group, 0, 0, GROUP)
     if CORRECTED:
         p, corrected = split(p, noise, STOCHASTIC)
         tl.store(correction + start + offsets, corrected, mask=mask)
@@ -40,7 +40,7 @@ def store_param(
 
 
 @triton.jit
-def join(value, correction, FAST: tl.constexpr):
+def join(value, correction):
     """The 24-bit numbers in FP32."""
     if FAST:  # one instruction for each number: its byte, and its sign in the bytes above
         shifted = tl.inline_asm_elementwise(

@@ -16,40 +16,37 @@ from coat_jax.kernels.triton.tiles import (
 @triton.jit
 def rotary_backward_cast_heads(
     dy, cos, sin, scale, row_numbers, column_numbers, straight, transposed,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TABLE_ROWS: tl.constexpr, HALF: tl.constexpr,
-    HEADS: tl.constexpr, TILE_ROWS: tl.constexpr, STOCHASTIC: tl.constexpr, F8: tl.constexpr,
-    FAST: tl.constexpr,
+    STOCHASTIC: tl.constexpr, F8: tl.constexpr, ANGLES: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of TILE_ROWS rows."""
-    WIDTH: tl.constexpr = 2 * HALF * HEADS
-    row, _ = tile_indices(COLUMNS, TILE_ROWS, WIDTH)
-    pair = tl.arange(0, HALF)
-    c = load_tile(cos, row % TABLE_ROWS, pair, TABLE_ROWS, HALF)
-    s = load_tile(sin, row % TABLE_ROWS, pair, TABLE_ROWS, HALF)
+    """The heads of a tile, whose blocks they are. ANGLES are the `Tiles` of cos and sin."""
+    HEADS: tl.constexpr = TILES.width // TILES.block
+    row, _ = tile_indices(TILES)
+    pair = tl.arange(0, ANGLES.columns)
+    c = load_tile(cos, row % ANGLES.rows, pair, ANGLES)
+    s = load_tile(sin, row % ANGLES.rows, pair, ANGLES)
     inverse = 1.0 / tl.load(scale)
-    first = first_column(COLUMNS, WIDTH)
+    first = first_column(TILES)
     for head in tl.static_range(HEADS):
-        left = first + 2 * HALF * head + pair
-        a = load_tile(dy, row, left, ROWS, COLUMNS)
-        b = load_tile(dy, row, left + HALF, ROWS, COLUMNS)
+        left = first + TILES.block * head + pair
+        a = load_tile(dy, row, left, TILES)
+        b = load_tile(dy, row, left + ANGLES.columns, TILES)
         store_rotated(
             (a * c + b * s) * inverse, row_numbers, column_numbers, straight, transposed, row, left,
-            ROWS, COLUMNS, TILE_ROWS, WIDTH, STOCHASTIC, F8, FAST,
+            STOCHASTIC, F8, TILES,
         )  # fmt: skip
         store_rotated(
             (b * c - a * s) * inverse, row_numbers, column_numbers, straight, transposed, row,
-            left + HALF, ROWS, COLUMNS, TILE_ROWS, WIDTH, STOCHASTIC, F8, FAST,
+            left + ANGLES.columns, STOCHASTIC, F8, TILES,
         )  # fmt: skip
 
 
 @triton.jit
 def store_rotated(
     v, row_numbers, column_numbers, straight, transposed, row, column,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    STOCHASTIC: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
+    STOCHASTIC: tl.constexpr, F8: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Stores half a head of each row, in both layouts."""
-    v = round_tile(v, row_numbers, column_numbers, row, column, ROWS, COLUMNS, STOCHASTIC, F8, FAST)
+    v = round_tile(v, row_numbers, column_numbers, row, column, STOCHASTIC, F8, TILES)
     codes = v.to(straight.dtype.element_ty)
-    store_tile(codes, straight, row, column, ROWS, COLUMNS)
-    store_transposed(codes, transposed, row, column, ROWS, COLUMNS, TILE_ROWS, WIDTH)
+    store_tile(codes, straight, row, column, TILES)
+    store_transposed(codes, transposed, row, column, TILES)

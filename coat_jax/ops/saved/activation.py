@@ -22,7 +22,6 @@ from coat_jax.kernels.activation import (
     activation_backward,
     activation_cast,
     activation_forward,
-    activation_forward_exact,
     activation_rescale,
     gradient_bounds,
     has_kernel,
@@ -58,29 +57,26 @@ def save_activation(
     """
     precision, dtype = mode.precision, hidden[0].dtype
     size, stochastic = _fused_block(act, mode), precision.saves_stochastically
-    if size is not None and precision.exact_forward:
+    if size is not None:
         products = [p for p in unscaled if isinstance(p, int8.Product)]
-        blocks, codes, maxima = activation_forward_exact(
+        blocks, codes, maxima = activation_forward(
             products or hidden,
             act,
             precision.forward,
             size,
+            exact=precision.exact_forward,
             stochastic=stochastic,
-            in_int8=mode.precision.int8_forward,
+            in_int8=precision.int8_forward,
         )
         scale = gemm.tensor_scale(jnp.max(maxima, initial=0.0), precision.forward)
-        if mode.precision.int8_forward:
+        if codes is None:
+            codes = activation_cast(blocks, act, scale, size)
+        elif precision.int8_forward:
             of_rows = jnp.max(maxima, axis=-1, initial=0.0)
             rescaled = int8.RowCodes(activation_rescale(codes, maxima, of_rows, size), of_rows)
             return SavedActivation(blocks, scale), rescaled
-        codes = activation_rescale(codes, maxima, scale, size)
-        return SavedActivation(blocks, scale), Operand(codes, None, scale)
-    if size is not None:
-        blocks, maxima = activation_forward(
-            hidden, act, precision.forward, size, stochastic=stochastic
-        )
-        scale = gemm.tensor_scale(jnp.max(maxima, initial=0.0), precision.forward)
-        codes = activation_cast(blocks, act, scale, size)
+        else:
+            codes = activation_rescale(codes, maxima, scale, size)
         return SavedActivation(blocks, scale), Operand(codes, None, scale)
     saved, values = save_hidden(hidden, precision)
     a = activate(values, act)

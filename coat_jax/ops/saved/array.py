@@ -1,7 +1,7 @@
 """How an op saves one array for its backward pass: in FP8 blocks, or unchanged.
 
 On a GPU, `norm` and `activation` beside this file call kernels instead, which compute and save in
-one pass and write the same blocks: those of `coat_jax.kernels.norm_launch` and `.activation`.
+one pass and write the same blocks: those of `coat_jax.kernels.norm` and `.activation`.
 
 With `Precision.exact_forward` the forward pass continues with the original values. Otherwise both
 passes compute with the saved values. Values that only the backward pass sees are rounded

@@ -20,11 +20,13 @@ from coat_jax.kernels.norm import (
     Norm,
     Stats,
     bound_of_norm,
+    norm_backward,
+    norm_cast,
+    norm_forward,
     normalize,
     normalize_backward,
     statistics,
 )
-from coat_jax.kernels.norm_launch import norm_backward, norm_cast, norm_forward
 from coat_jax.numerics.blocks import Blocks
 from coat_jax.numerics.formats import format_of
 from coat_jax.ops.saved.array import SavedArray, restore, round_and_save

@@ -203,8 +203,8 @@ def bounded_input_gradient(
     dtype, how = mode.precision.backward, mode.implementation
     g_scale = gemm.tensor_scale(gemm.largest_magnitude(dy), dtype)
     stream = mode.stream("gradients")
-    g = gemm.scaled_with_lengths(dy, g_scale, dtype, "both", how, stream=stream)
-    w = gemm.scaled_with_lengths(weight, scale, mode.format, "straight", how)
+    g = gemm.scaled(dy, g_scale, dtype, "both", how, stream=stream, lengths=True)
+    w = gemm.scaled(weight, scale, mode.format, "straight", how, lengths=True)
     return g, gemm.product_transposed(g, w, dy.dtype), gemm.bound_of_product_transposed(g, w)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from coat_jax.numerics.expansion import Expanded
-from coat_jax.numerics.qtensor import scales_shape
+from coat_jax.numerics.groups import scales_shape
 from coat_jax.storage import Storage
 from coat_jax.validation import brief
 

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax.kernels.sharding import run_sharded
+from coat_jax.kernels.sharding import run_placed
 from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs, shard_inside
 from coat_jax.numerics.formats import SMALLEST_NORMAL
 from coat_jax.numerics.mesh_axes import automatic_mesh
@@ -255,7 +255,7 @@ def _resharded(x: Float[Array, "B M N"]) -> Float[Array, "B M N"]:
     """`x`, sharded as its use requires: the use does not see how `x` is sharded."""
     # XLA can compare the shardings of two such calls. That of another operation may be in another
     # notation, and XLA then gathers the array.
-    (x,) = run_sharded(lambda x: (x,), [x], ["b m n"], ["b m n"])
+    (x,) = run_placed(lambda _, x: (x,), [x], ["b m n"], ["b m n"])
     return _as_used(x)
 
 

@@ -24,9 +24,8 @@ from coat_jax.errors import UserError
 from coat_jax.models import Batch, Llama, abstract
 from coat_jax.models.lazy_arrays import Name, Parameters, arrange, dotted_name
 from coat_jax.numerics.formats import DTYPES
-from coat_jax.numerics.integer_format import IntegerFormat
 from coat_jax.numerics.minifloat import Minifloat
-from coat_jax.numerics.quantizer import AnyFormat, Quantizer, sqnr_bits
+from coat_jax.numerics.quantizer import Quantizer, sqnr_bits
 from coat_jax.precision import Precision
 
 EXACT = 24.0  # the significant bits of FP32
@@ -63,11 +62,11 @@ def weights(parameters: Parameters, quantizers: Sequence[Quantizer]) -> Iterator
             x = x.T
         x = x[:: max(1, x.size // SAMPLE)]  # whole channels or rows: their scales stay the same
         _require_finite(dotted_name(name), x)
-        bits = {q.format.name: float(_bits(q, x)) for q in quantizers}
+        bits = {q.format.label: float(_bits(q, x)) for q in quantizers}
         yield Row(dotted_name(name), one.shape, bits)
 
 
-def in_training(model: Llama, formats: Sequence[AnyFormat], tokens: Sequence[int]) -> list[Row]:
+def in_training(model: Llama, formats: Sequence[Minifloat], tokens: Sequence[int]) -> list[Row]:
     """Returns a `Row` for each tensor that linear layers round on a text, forward and backward."""
     text = jnp.asarray([tokens], jnp.int32)
     batch, params = Batch(text[:, :-1], text[:, 1:]), nnx.state(model)
@@ -83,7 +82,7 @@ def in_training(model: Llama, formats: Sequence[AnyFormat], tokens: Sequence[int
         for tensor, found in telemetry.measure(loss, params).items():
             _require_finite(tensor, found.error)
             bits = -float(np.log2(max(found.error, 2.0**-EXACT)))
-            rows.setdefault(tensor, {})[fmt.name] = bits
+            rows.setdefault(tensor, {})[fmt.label] = bits
     return [Row(tensor, None, bits) for tensor, bits in rows.items()]
 
 
@@ -98,13 +97,11 @@ def _bits(quantizer: Quantizer, x: Float[Array, "K N"]) -> Float[Array, ""]:
     return jnp.fmin(sqnr_bits(x, quantizer(x)), EXACT)
 
 
-def _simulate(fmt: AnyFormat) -> Minifloat:
+def _simulate(fmt: Minifloat) -> Minifloat:
     """Returns a format that XLA simulates in products.
 
     E4M3 and E5M2 get another bias, which scales compensate. Their own dtypes would be multiplied in
     FP8, and no hardware multiplies E5M2 by E5M2.
     """
-    if isinstance(fmt, IntegerFormat):
-        return Minifloat(0, fmt.bits - 1)
     assert fmt.bias is not None
     return dataclasses.replace(fmt, bias=fmt.bias + 1) if fmt.name in DTYPES else fmt

@@ -1,15 +1,8 @@
-"""Linear FP8 quantization with one scale per group of neighbours.
+"""Groups: neighbours along the last axis of an array that share a scale.
 
-    codes = cast(x / scale),    scale = max|group| / FP8 max,    x ~ codes * scale
-
-Groups lie along the last axis only, so that an array and its scales are sharded alike
-and the result does not depend on the mesh; the last group of a row may be short. `scale`
-always multiplies a code to decode it. Zero stays zero, NaN stays in its own place,
-infinity saturates. Groups whose values crowd into a few binades waste most of FP8's
-range: for optimizer moments see `expansion`.
+An array and its scales are thus sharded alike, and the result does not depend on the mesh. The last
+group of a row may be short.
 """
-
-import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -17,50 +10,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from coat_jax.numerics import mesh_axes
-from coat_jax.numerics.formats import E4M3, format_of, saturating_cast
-from coat_jax.numerics.one_program import one_program
 
 FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class QTensor:
-    """An array in FP8: `codes` has its shape, `scale` one FP32 number per group."""
-
-    codes: Float[Array, "*rows D"]
-    scale: Float[Array, "*rows G"]
-    group_size: int = dataclasses.field(metadata={"static": True})
-
-
-@one_program("x")
-def quantize(x: Float[Array, "*rows D"], dtype: DTypeLike = E4M3, *, group_size: int) -> QTensor:
-    """Rounds `x` to `dtype`, with one scale per `group_size` neighbours.
-
-    Example:
-        >>> import coat_jax as coat, jax.numpy as jnp
-        >>> q = coat.qtensor.quantize(jnp.arange(256.0), group_size=128)
-        >>> print(q.codes.dtype.name, q.scale.shape, f"{coat.qtensor.dequantize(q)[-1]:.1f}")
-        float8_e4m3fn (2,) 255.0
-    """
-    require_float("x", x.dtype)
-    x = x.astype(jnp.float32)
-    grouped = split_groups(x, group_size)
-    scale = group_max(jnp.abs(grouped)) / format_of(dtype).max
-    # A group of zeros has scale 0; with any other divisor its codes are zero, too.
-    divisor = jnp.where(scale > 0, scale, 1.0)
-    codes = saturating_cast(grouped / divisor[..., None], dtype)
-    return QTensor(
-        join_groups(codes, x.shape), scale.reshape(scales_shape(x.shape, group_size)), group_size
-    )
-
-
-@one_program("q")
-def dequantize(q: QTensor) -> Float[Array, "*rows D"]:
-    """Returns the FP32 values that `q` stands for."""
-    grouped = split_groups(q.codes, q.group_size).astype(jnp.float32)
-    values = grouped * q.scale.reshape(grouped.shape[:-1])[..., None]
-    return join_groups(values, q.codes.shape)
 
 
 def scales_shape(shape: tuple[int, ...], group_size: int) -> tuple[int, ...]:
