@@ -218,8 +218,9 @@ def test_a_token_that_was_added_cannot_be_spelled_out_either(tmp_path):
 def test_only_the_first_part_of_a_document_gets_a_space_in_front(kind, tmp_path):
     path = write_spaced_tokenizer(tmp_path / "tokenizer.json", kind)
     parts = ["they thought", "then", " the thing", "\n- that", "", "ê漢"]
-    continued = [part > 0 for part in range(len(parts))]
-    found = Tokenizer(path).encode_documents(parts, continued)
+    tokenizer = Tokenizer(path)
+    found = tokenizer.encode_documents(parts[:1])
+    found += tokenizer.encode_documents(parts[1:], continued=True)
     library = tokenizers.Tokenizer.from_file(str(path))
     tokens = np.concatenate(found).tolist()
     assert library.decode(tokens, skip_special_tokens=False) == "".join(parts)
@@ -244,13 +245,15 @@ def test_nothing_at_the_beginning_of_a_part_is_lost(tmp_path):
     """
     path, splits = tmp_path / "tokenizer.json", tokenizers.pre_tokenizers
     library = unigram(path, "▁abcdef", splits.WhitespaceSplit(), splits.Metaspace())
-    found = Tokenizer(path).encode_documents(["ab cd\n", "ef"], [False, True])
+    tokenizer = Tokenizer(path)
+    found = tokenizer.encode_documents(["ab cd\n"])
+    found += tokenizer.encode_documents(["ef"], continued=True)
     whole = library.encode("ab cd\nef", add_special_tokens=False).ids
     assert np.concatenate(found).tolist() == whole
     assert [library.id_to_token(token) for token in found[1]] == ["▁", "e", "f"]
     library = unigram(path, "▁ab", splits.Metaspace())
     for text, expected in (("漢", ["<unk>"]), ("漢ab", ["<unk>", "a", "b"]), ("ab", ["a", "b"])):
-        (found,) = Tokenizer(path).encode_documents([text], [True])
+        (found,) = Tokenizer(path).encode_documents([text], continued=True)
         assert [library.id_to_token(token) for token in found] == expected
 
 

@@ -34,7 +34,7 @@ def test_its_files_can_be_trained_on(texts, tmp_path, capsys):
     ("inputs", "options", "named"),
     [
         (["none.txt"], [], "There is no file"),
-        ([""], [], ". is a folder. Name its files by a pattern"),
+        ([""], [], ". is a folder: name the file itself"),
         (["*.none"], [], "No file matches"),
         (["tokens.npy"], [], "holds tokens already"),
         (["bad.jsonl"], [], "bad.jsonl:1 is not JSON"),

@@ -61,9 +61,9 @@ def parts_of(template: str) -> tuple[str, str, str]:
 
 
 def spelling(template: str) -> str:
-    """All that a template spells out around messages of every role."""
-    head, *after = parts_of(template)
-    return "\0".join([*(head.replace("{role}", role) for role in ROLES), *after])
+    """Returns what a template spells out around messages of every role."""
+    around = template.replace("{content}", "\0").replace("{end}", "\0")
+    return "\0".join(around.replace("{role}", role) for role in ROLES)
 
 
 def read(paths: list[Path], tokenizer: AnyTokenizer, template: str) -> Documents:
@@ -85,7 +85,7 @@ def read(paths: list[Path], tokenizer: AnyTokenizer, template: str) -> Documents
     batches = []
     while batch := list(islice(messages, TOGETHER)):
         _, texts, is_learned, is_first, places = zip(*batch, strict=True)
-        contents = encode(tokenizer, texts, [True] * len(texts), places)
+        contents = encode(tokenizer, texts, places, continued=True)
         parts = [
             part
             for message, content in zip(batch, contents, strict=True)

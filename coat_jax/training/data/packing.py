@@ -13,7 +13,8 @@ from jaxtyping import Bool, Int, Int64, UInt
 
 from coat_jax.models import Batch
 from coat_jax.models.batches import IGNORED
-from coat_jax.training.data.rows import TextRows, pad, short_hash
+from coat_jax.tokenizers import digest_of
+from coat_jax.training.data.rows import TextRows, pad
 
 
 class Documents(NamedTuple):
@@ -65,8 +66,9 @@ class Packed(TextRows):
         self.truncated = int(np.sum(lengths > sequence))
         self._documents, self._starts = documents, documents.ends - lengths
         self._plan = plan(lengths, sequence, seed)
-        digest = short_hash(*(hashlib.sha256(array.data).hexdigest() for array in documents))
-        self.digest = short_hash(digest, self._plan, sequence)
+        arrays = tuple(hashlib.sha256(array.data).hexdigest() for array in documents)
+        digested = digest_of(repr(arrays).encode()), self._plan, sequence
+        self.digest = digest_of(repr(digested).encode())
 
     def __len__(self) -> int:
         return len(self._plan)

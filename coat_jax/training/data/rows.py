@@ -12,7 +12,6 @@ stays within it. If no row has two documents, there are neither positions nor se
 is faster without them.
 """
 
-import hashlib
 import math
 from typing import Any, Protocol
 
@@ -24,6 +23,7 @@ from coat_jax.errors import UserError
 from coat_jax.models import Batch
 from coat_jax.models.batches import IGNORED
 from coat_jax.printable import amount
+from coat_jax.tokenizers import digest_of
 from coat_jax.training.data.stream import Stream
 
 
@@ -98,7 +98,8 @@ class Windows(TextRows):
             )
         self.sequence, self.tokens, self.end_of_text = sequence, len(part), end_of_text
         self._stream, self._part = stream, part
-        self.digest = short_hash(stream.digest(part), part.start, end_of_text, sequence)
+        digested = stream.digest(part), part.start, end_of_text, sequence
+        self.digest = digest_of(repr(digested).encode())
 
     def __len__(self) -> int:
         return math.ceil((self.tokens - 1) / self.sequence)
@@ -109,11 +110,6 @@ class Windows(TextRows):
         if self.end_of_text is None:
             return pad(Batch(tokens[:-1], tokens[1:]), self.sequence)
         return pad(documents_of(tokens, self.end_of_text), self.sequence)
-
-
-def short_hash(*values: object) -> str:
-    """A name of 16 hexadecimal digits for these values."""
-    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
 
 def documents_of(tokens: Int32[np.ndarray, " S+1"], end_of_text: int) -> Batch:

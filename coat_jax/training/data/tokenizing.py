@@ -27,7 +27,7 @@ from coat_jax.errors import UserError
 from coat_jax.files import parse_json, utf8_failures
 from coat_jax.tokenizers import AnyTokenizer
 from coat_jax.training.data.paths import CHAT, listing
-from coat_jax.training.data.token_files import SIDECAR
+from coat_jax.training.data.stream import SIDECAR
 from coat_jax.validation import brief
 from coat_jax.writing import atomic_folder, full_disk, require_new_folder
 
@@ -86,11 +86,11 @@ def records(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
 
 
 def encode(
-    tokenizer: AnyTokenizer, texts: Sequence[str], continued: Sequence[bool], places: Sequence[str]
+    tokenizer: AnyTokenizer, texts: Sequence[str], places: Sequence[str], *, continued: bool
 ) -> list[np.ndarray]:
-    """The tokens of each text; an error names the place of the text that it is about."""
+    """Returns the tokens of each text; an error names the place of the text that it is about."""
     try:
-        return tokenizer.encode_documents(texts, continued)
+        return tokenizer.encode_documents(texts, continued=continued)
     except UserError:
         for text, place in zip(texts, places, strict=True):
             try:
@@ -126,21 +126,21 @@ def encode_files(paths: list[Path], tokenizer: AnyTokenizer) -> Iterator[Encoded
 
     def encode_batch(batch: list[Piece]) -> Encoded:
         texts, firsts, lasts, sizes, places = zip(*batch, strict=True)
-        found = encode(tokenizer, texts, [not first for first in firsts], places)
+        found = encode(tokenizer, texts, places, continued=not firsts[0])
         ends = [end if last else end[:0] for last in lasts]
         tokens = np.concatenate([*itertools.chain(*zip(found, ends, strict=True))])
         return Encoded(tokens, sum(lasts), lasts[-1], sum(sizes))
 
     read = 0
 
-    def batch_number(piece: Piece) -> int:
+    def batch_of(piece: Piece) -> tuple[int, bool]:
         nonlocal read
         read += len(piece.text)
-        return read // TOGETHER
+        return read // TOGETHER, piece.first
 
     with ThreadPoolExecutor(AHEAD) as pool:  # tokenizers release the GIL
         waiting: collections.deque[Future[Encoded]] = collections.deque()
-        for _, batch in itertools.groupby(pieces(paths), batch_number):
+        for _, batch in itertools.groupby(pieces(paths), batch_of):
             waiting.append(pool.submit(encode_batch, list(batch)))
             if len(waiting) > AHEAD:
                 yield waiting.popleft().result()
