@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from coat_jax import nn
 from coat_jax.models import Config, Llama
@@ -86,7 +86,10 @@ def decode(
     """
     slot, past = cache.filled, cache.past
     positions = (slot - cache.starts)[:, None]
-    visible = _visible_slots(cache, past.keys.shape[2], model.config.window)
+    places = jnp.arange(past.keys.shape[2])
+    visible = (places >= cache.starts[:, None]) & (places <= slot)
+    if model.config.window is not None:
+        visible &= places > slot - model.config.window
 
     def layer(block: nn.TransformerBlock, x: Array, past: nn.Past) -> tuple[Array, nn.Past]:
         return block.decode(x, positions, past, slot, visible)
@@ -96,13 +99,6 @@ def decode(
         lambda old, one: lax.dynamic_update_slice_in_dim(old, one, slot, axis=2), past, new
     )
     return model.logits(model.norm(x))[:, 0], Cache(past, cache.starts, slot + 1)
-
-
-def _visible_slots(cache: Cache, slots: int, window: int | None) -> Bool[Array, "B T"]:
-    """The slots that the token at slot `filled` sees."""
-    places = jnp.arange(slots)
-    visible = (places >= cache.starts[:, None]) & (places <= cache.filled)
-    return visible if window is None else visible & (places > cache.filled - window)
 
 
 Layer = Callable[[nn.TransformerBlock, Array, Any], tuple[Array, nn.Past]]

@@ -56,7 +56,9 @@ def choose(
     """
     if not sampling.temperature:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = restrict(_sharpen(logits, sampling.temperature), sampling)
+    # Less the largest one, no logit is too large to be divided by a small temperature.
+    logits = logits - jnp.max(logits, axis=-1, keepdims=True)
+    logits = restrict(logits / max(sampling.temperature, TINY), sampling)
     key = jax.random.key(sampling.seed)
 
     def one(row: Array, number: Array, step: Array) -> Array:
@@ -64,13 +66,6 @@ def choose(
         return jax.random.categorical(own, row)
 
     return jax.vmap(one)(logits, numbers, steps).astype(jnp.int32)
-
-
-def _sharpen(logits: Float[Array, "B V"], temperature: float) -> Float[Array, "B V"]:
-    """The logits over the temperature, less the largest: no temperature is too small for FP32."""
-    largest = jnp.max(logits, axis=-1, keepdims=True)
-    divided = (logits - largest) / max(temperature, TINY)
-    return jnp.where(logits == largest, 0.0, divided)
 
 
 def restrict(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:

@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from coat_jax.errors import UserError
+from coat_jax.files import json_lines
 from coat_jax.tokenizers import After, AnyTokenizer
 from coat_jax.training.data.packing import Documents
 from coat_jax.training.data.paths import listing
-from coat_jax.training.data.tokenizing import encode, records, require_small
+from coat_jax.training.data.tokenizing import encode, require_small
 from coat_jax.validation import brief
 
 ROLES = ("system", "user", "assistant")
@@ -102,7 +103,7 @@ def read(paths: list[Path], tokenizer: AnyTokenizer, template: str) -> Documents
 
 
 def _messages(path: Path) -> Iterator[Message]:
-    for place, record, _ in records(path):
+    for place, record, _ in json_lines(path):
         messages = record.get("messages")
         if not isinstance(messages, list) or not messages:
             raise UserError(

@@ -24,7 +24,7 @@ from jaxtyping import UInt
 
 from coat_jax import manifest
 from coat_jax.errors import UserError
-from coat_jax.files import parse_json, utf8_failures
+from coat_jax.files import json_lines, utf8_failures
 from coat_jax.tokenizers import AnyTokenizer
 from coat_jax.training.data.paths import CHAT, listing
 from coat_jax.training.data.stream import SIDECAR
@@ -56,7 +56,7 @@ def pieces(paths: list[Path]) -> Iterator[Piece]:
     """The documents of these files, in order; empty ones are left out."""
     for path in paths:
         if path.suffix.lower() == CHAT:
-            for place, record, size in records(path):
+            for place, record, size in json_lines(path):
                 if not isinstance(text := record.get("text"), str):
                     chat = (
                         " For conversations, set --data.kind chat." if "messages" in record else ""
@@ -70,19 +70,6 @@ def pieces(paths: list[Path]) -> Iterator[Piece]:
         else:
             with utf8_failures(path), path.open(encoding="utf-8-sig", newline="\n") as file:
                 yield from _document(file, str(path))
-
-
-def records(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """The lines of a .jsonl: where each stands, what it says, and its size in bytes."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            place = f"{path}:{number}"
-            if not line.strip():
-                continue
-            record = parse_json(line.rstrip(), place)
-            if not isinstance(record, dict):
-                raise UserError(f"{place} is not a JSON object, but {type(record).__name__}.")
-            yield place, record, len(line)
 
 
 def encode(
