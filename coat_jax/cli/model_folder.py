@@ -55,7 +55,7 @@ class ModelFolder:
         self.tokenizer = texts.tokenizer_of(self._where, config, options.tokenizer)
         file = self._where / "generation_config.json"
         settings = read_json(file) if file.exists() else {}
-        of_run = texts.data_of(self._where, config_json).get("end_of_text")
+        of_run = texts.data_of(config_json).get("end_of_text")
         named = settings.get("eos_token_id"), config_json.get("eos_token_id"), of_run
         ends = next((e for e in named if e is not None), self.tokenizer.end_of_text)
         ends = ends if isinstance(ends, list) else [ends]

@@ -15,29 +15,22 @@ from coat_jax.files import expand_user, require_regular, utf8_failures
 from coat_jax.models.batches import require_known
 from coat_jax.tokenizers import AnyTokenizer, Bytes, Tokenizer
 from coat_jax.training.checkpoint import weights
-from coat_jax.validation import CountOrZero, brief, require
 
 if TYPE_CHECKING:
     from coat_jax.models import Config
 
 BYTES = "bytes"
-PIECE = 1 << 16  # characters that are read first; then as many again, until there are enough tokens
-UNCERTAIN = 64  # tokens at the end of what was read: more text could change them
+# A text is read up to this many characters, and this many more for each token that is wanted.
+PIECE, LONGEST = 1 << 16, 16
 
 
-def data_of(folder: Path, config_json: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a run was trained on, by the config.json in its folder; empty for other folders."""
-    data = config_json.get("data")
-    data = {} if data is None else data
-    if not isinstance(data, dict):
-        raise UserError(f"{folder}/config.json: data={brief(data)} must be an object.")
-    for name, kind in (("tokenizer", str | None), ("end_of_text", CountOrZero | None)):
-        require(f"{folder}/config.json: data.{name}", data.get(name), kind)
-    return data
+def data_of(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what a run was trained on, by its config.json; nothing for other folders."""
+    return config_json.get("data") or {} if weights.is_run(config_json) else {}
 
 
 def tokenizer_of(folder: Path, config: "Config", asked: str | None) -> AnyTokenizer:
-    """The tokenizer of a model.
+    """Returns the tokenizer of a model.
 
     Args:
         folder: of a run, or one of Hugging Face.
@@ -47,7 +40,7 @@ def tokenizer_of(folder: Path, config: "Config", asked: str | None) -> AnyTokeni
     if asked == BYTES:
         return Bytes()
     config_json, own = weights.read_config_json(folder), folder / "tokenizer.json"
-    file = asked or (own if own.exists() else data_of(folder, config_json).get("tokenizer"))
+    file = asked or (own if own.exists() else data_of(config_json).get("tokenizer"))
     if file is not None:
         # Our training puts nothing in front of a text.
         tokenizer = Tokenizer(file, begin=not weights.is_run(config_json))
@@ -64,18 +57,10 @@ def tokenizer_of(folder: Path, config: "Config", asked: str | None) -> AnyTokeni
 def tokens_of(
     text: Path, folder: Path, config: "Config", asked: str | None, *, most: int
 ) -> list[int]:
-    """The first tokens of a file by `tokenizer_of(folder, config, asked)`, `most` or fewer."""
+    """Returns the first tokens of a text, `most` or fewer; see `tokenizer_of`."""
     path, tokenizer = expand_user(text), tokenizer_of(folder, config, asked)
     require_regular(path)
-    content, more = "", " "
-    tokens: list[int] = []
-    with (
-        utf8_failures(path),
-        path.open(encoding="utf-8-sig", newline="") as file,
-    ):
-        while more and len(tokens) < most + UNCERTAIN:
-            more = file.read(len(content) or PIECE)
-            content += more
-            tokens = tokenizer.encode(content)
-    require_known(f"{text} has", tokens[:most], config.vocab)
-    return tokens[:most]
+    with utf8_failures(path), path.open(encoding="utf-8-sig", newline="") as file:
+        tokens = tokenizer.encode(file.read(PIECE + LONGEST * most))[:most]
+    require_known(f"{text} has", tokens, config.vocab)
+    return tokens

@@ -59,7 +59,7 @@ def stream(
             the prompts beside it.
     """
     require_capability("coat.generation", model, "embedded", "layers", "logits")
-    require_prompts(model.config, prompts, max_tokens=max_tokens, stops=stops)
+    require_prompts(model.config, prompts, max_tokens=max_tokens)
     context = model.config.context
     lengths = [len(prompt) for prompt in prompts]
     limits = [min(int(max_tokens), context - length) for length in lengths]
@@ -167,9 +167,7 @@ def _choose_next(
 # --- Refusals --------------------------------------------------------------------------------
 
 
-def require_prompts(
-    config: Config, prompts: Prompts, *, max_tokens: int, stops: Sequence[int] = ()
-) -> None:
+def require_prompts(config: Config, prompts: Prompts, *, max_tokens: int) -> None:
     """Raises unless `stream` can continue these prompts; needs no model yet."""
     if not len(prompts):
         raise UserError("There is no prompt.")
@@ -184,4 +182,3 @@ def require_prompts(
                 f"context={config.context} must hold one more. Shorten it."
             )
         require_known(f"{name} has", prompt, config.vocab)
-    require_known("stops has", stops, config.vocab)

@@ -183,7 +183,7 @@ def test_a_text_begins_as_the_tokenizer_says(before, scored, tmp_path, capsys):
     ("arguments", "named"),
     [
         ("", "Name a text, --text FILE, or a file of questions, --tasks"),
-        ("--text EMPTY", "empty.txt is empty"),
+        ("--text EMPTY", "empty.txt has no token after the first one"),
         ("--text BINARY", "is not text in UTF-8"),
         ("--text TEXT --window 33", "A window of 33 must be from 2 to the model's context"),
         ("--text TEXT --window 1", "A window of 1 must be from 2"),
@@ -211,4 +211,4 @@ def test_bad_input_ends_in_one_line_and_code_2(
 def test_a_token_that_the_model_does_not_know_is_named(text, tmp_path, capsys):
     hf.save(tmp_path / "model", filled(dataclasses.replace(CONFIG, vocab=100)))
     assert coat(tmp_path / "model", "--text", text, "--tokenizer", "bytes") == 2
-    assert "a.txt has token 100, outside the model's vocabulary" in capsys.readouterr().err
+    assert "has token 100, outside the model's vocabulary" in capsys.readouterr().err

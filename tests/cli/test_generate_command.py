@@ -186,7 +186,7 @@ def test_the_tokens_that_end_a_text_are_found(theirs, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ([], "There is no prompt: give --prompt TEXT, or --prompts FILE"),
+        ([], "There is no prompt: give --prompt TEXT, or lines in --prompts FILE"),
         (["--prompt", "a", "--prompt", ""], "Prompt 2 is empty"),
         (["--prompt", "x" * 64], "64 tokens, and the model's context=64"),
         (["--prompt", "a", "--max-tokens", "0"], "--max-tokens: 0 must be 1 or more"),
@@ -210,7 +210,6 @@ def test_bad_input_ends_in_one_line_and_code_2(arguments, named, run, capsys):
 
 def test_files_without_prompts_are_named(tmp_path):
     for name, content, named in (
-        ("p.txt", " \r\n\n", "p.txt is empty: it should have a prompt on each line."),
         ("p.jsonl", '"a"\n{', "p.jsonl:2 is not JSON"),
         ("p.jsonl", '"a"\n7', "p.jsonl:2 is neither a string nor"),
     ):

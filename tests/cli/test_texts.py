@@ -46,19 +46,6 @@ def test_texts_begin_as_those_of_training_did(said, tokens, tmp_path, tokenizer)
     assert texts.tokenizer_of(folder, SMALL, None).encode("yes no") == tokens
 
 
-@pytest.mark.parametrize(
-    ("data", "named"),
-    [
-        ({"end_of_text": "x"}, "data.end_of_text='x' must be"),
-        ({"tokenizer": 3}, "data.tokenizer=3 must be"),
-        ([], "data=\\[\\] must be an object"),
-    ],
-)
-def test_data_of_a_run_that_cannot_be_meant_is_refused_by_its_name(data, named, tmp_path):
-    with pytest.raises(UserError, match=f"/config.json: {named}"):
-        texts.data_of(tmp_path, {"model": {}, "data": data})
-
-
 def test_bytes_are_for_models_of_256_tokens_and_for_those_who_ask(tmp_path):
     folder, large = folder_of(tmp_path, THEIRS), dataclasses.replace(SMALL, vocab=257)
     assert isinstance(texts.tokenizer_of(folder, SMALL, None), Bytes)

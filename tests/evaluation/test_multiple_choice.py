@@ -169,7 +169,7 @@ def test_a_choice_needs_something_before_it_and_tokens_of_its_own(tmp_path):
     """Otherwise the tokens of the question would be scored in its place."""
     line = LINE | {"question": ""}
     assert len(questions(tmp_path, line)) == 1
-    with pytest.raises(UserError, match=r"tasks.jsonl:1: choice 0 has no token of its own, or none before"):
+    with pytest.raises(UserError, match=r"tasks.jsonl:1: choice 0 has no .* none before it"):
         questions(tmp_path, line, begin=())
     letters = {letter: number for number, letter in enumerate("1+ =23")}
     library = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
