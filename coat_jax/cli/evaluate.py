@@ -35,7 +35,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from coat_jax import evaluation, quantization
-from coat_jax.cli.arguments import add_count, add_model_arguments
+from coat_jax.cli.arguments import add_count, add_model_arguments, require_effects
 from coat_jax.cli.model_folder import ModelFolder, on_devices
 from coat_jax.cli.output import note, on_terminal
 from coat_jax.errors import UserError
@@ -68,8 +68,7 @@ def run(options: argparse.Namespace) -> int:
     """Evaluates, and prints the results."""
     if not options.text and not options.tasks:
         raise UserError("Name a text, --text FILE, or a file of questions, --tasks FILE.jsonl.")
-    if options.window is not None and not options.text:
-        raise UserError(f"--window {options.window} is for texts: name one, --text FILE.")
+    require_effects(options, [("window", bool(options.text), "texts (--text FILE)")])
     axis = AXIS if options.devices > 1 else None
     folder = ModelFolder(options, axes=MeshAxes(fsdp=axis), batch_axes=(axis,) if axis else ())
     window = folder.trained_length if options.window is None else options.window

@@ -20,7 +20,7 @@ from coat_jax.files import expand_user, read_json
 from coat_jax.models import Config, Llama
 from coat_jax.precision import precision_of
 from coat_jax.training.checkpoint import weights
-from coat_jax.validation import Count, CountOrZero, require
+from coat_jax.validation import CountOrZero, require
 
 
 class ModelFolder:
@@ -43,8 +43,7 @@ class ModelFolder:
         self._where, self._step = expand_user(options.where), options.step
         config_json = weights.read_config_json(self._where)
         config = weights.model_config(self._where)
-        length = config_json.get("sequence_length", config.context)
-        self.trained_length = require(f"{self._where}: sequence_length", length, Count)
+        self.trained_length: int = config_json.get("sequence_length", config.context)
         if options.precision and weights.is_quantized(config_json):
             raise UserError(
                 f"{self._where} is already quantized, which decides its precision: leave "

@@ -58,12 +58,9 @@ def pieces(paths: list[Path]) -> Iterator[Piece]:
         if path.suffix.lower() == CHAT:
             for place, record, size in json_lines(path):
                 if not isinstance(text := record.get("text"), str):
-                    chat = (
-                        " For conversations, set --data.kind chat." if "messages" in record else ""
-                    )
                     raise UserError(
                         f'{place} has no "text" that is a string; its keys are '
-                        f"{brief(sorted(record))}.{chat}"
+                        f"{brief(sorted(record))}. For conversations, set --data.kind chat."
                     )
                 for piece in _document(io.StringIO(text, newline="\n"), place):
                     yield piece._replace(size=size if piece.last else 0)
