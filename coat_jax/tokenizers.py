@@ -12,7 +12,6 @@ one of these spans the end of a part. A character may take several tokens, and t
 may depend on the one before it, so a reader returns text once its characters are complete.
 """
 
-import codecs
 import contextlib
 import functools
 import hashlib
@@ -42,24 +41,8 @@ WITHOUT_SPACE: dict[Any, dict[str, Any]] = {
 # --- Tokens to text ---------------------------------------------------------------------------
 
 
-class BytesReader:
-    """Reads tokens that are bytes of UTF-8."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def read(self, tokens: Sequence[int]) -> str:
-        """The text that these tokens complete and that was not returned before."""
-        # A model may have more tokens than there are bytes. 0xFF occurs in no text in UTF-8.
-        return self._decoder.decode(bytes(min(token, 0xFF) for token in tokens))
-
-    def end(self) -> str:
-        """The remaining text once no token follows."""
-        return self._decoder.decode(b"", final=True)
-
-
-class TokensReader:
-    """Compares the texts of a tokenizer's last tokens with and without new ones.
+class Reader:
+    """Compares the texts of the last tokens with and without new ones.
 
     Args:
         decode: tokens to text.
@@ -72,7 +55,7 @@ class TokensReader:
         self._returned = len(self._tokens)  # the tokens whose text was returned
 
     def read(self, tokens: Sequence[int]) -> str:
-        """See `BytesReader`."""
+        """Returns the text that these tokens complete and that was not returned before."""
         text = ""
         for token in tokens:
             self._tokens.append(token)
@@ -82,7 +65,7 @@ class TokensReader:
         return text
 
     def end(self) -> str:
-        """See `BytesReader`."""
+        """Returns the remaining text once no token follows."""
         text = self._decode(self._tokens)
         before = self._decode(self._tokens[: self._returned])
         if len(text) <= len(before):
@@ -90,9 +73,6 @@ class TokensReader:
         self._tokens = self._tokens[self._returned :]
         self._returned = len(self._tokens)
         return text[len(before) :]
-
-
-Reader = BytesReader | TokensReader
 
 
 # --- Text to tokens ---------------------------------------------------------------------------
@@ -141,7 +121,8 @@ class Bytes:
 
     def reader(self, prompt: Sequence[int]) -> Reader:
         """See `Tokenizer`."""
-        return BytesReader()
+        # A model may have more tokens than there are bytes. 0xFF occurs in no text in UTF-8.
+        return Reader(lambda new: bytes(min(n, 0xFF) for n in new).decode(errors="replace"), [])
 
 
 class Tokenizer:
@@ -189,18 +170,24 @@ class Tokenizer:
             )
 
     @functools.cached_property
-    def _document_encoders(self) -> tuple[Any, Any]:
+    def _document_encoders(self) -> list[Any]:
         """Encodes documents, and parts that continue one; special tokens are ordinary text."""
         content = json.loads(self._tokenizer.to_str())
         for token in content["added_tokens"]:
             word = token["content"].strip()
             is_marker = len(word) > 1 and word in self._template
             token["special"] |= is_marker or token["id"] == self.end_of_text
-        first = parse(json.dumps(content).encode(), str(self._path))
-        continuing = _without_space(first, str(self._path))
-        for tokenizer in (first, continuing):
+        first = json.dumps(content)
+        continuing = json.dumps(
+            json.loads(first, object_hook=lambda p: p | WITHOUT_SPACE.get(p.get("type"), {}))
+        )
+        # If white space is dropped, only the space in front of each word separates it from others.
+        if '"type": "WhitespaceSplit"' in first:
+            continuing = first
+        encoders = [parse(text.encode(), str(self._path)) for text in (first, continuing)]
+        for tokenizer in encoders:
             tokenizer.encode_special_tokens = True  # encodes their spelling as ordinary text
-        return first, continuing
+        return encoders
 
     @property
     def end_spelling(self) -> str:
@@ -264,7 +251,7 @@ class Tokenizer:
 
     def reader(self, prompt: Sequence[int]) -> Reader:
         """Returns a reader of the tokens that follow a prompt. Special tokens are left out."""
-        return TokensReader(self._tokenizer.decode, prompt)
+        return Reader(self._tokenizer.decode, prompt)
 
     def _encode(self, text: str) -> list[int]:
         with library_failures(f"{self._path} cannot tokenize this text"):
@@ -283,22 +270,10 @@ def begin_with(begin: Sequence[int], tokens: Sequence[int]) -> list[int]:
     return [*tokens] if begun else [*begin, *tokens]
 
 
-def _without_space(tokenizer: Any, where: str) -> Any:
-    """A tokenizer of the library that puts no space in front of a text; perhaps the same one."""
-    content = json.loads(tokenizer.to_str())
-    before = json.dumps([content["normalizer"], content["pre_tokenizer"]])
-    after = json.loads(before, object_hook=lambda p: p | WITHOUT_SPACE.get(p.get("type"), {}))
-    # If white space is dropped, only the space in front of each word separates it from others.
-    if "WhitespaceSplit" in before or json.dumps(after) == before:
-        return tokenizer
-    content["normalizer"], content["pre_tokenizer"] = after
-    return parse(json.dumps(content).encode(), where)
-
-
 def document_tokenizer(
     path: str | Path | None, end_of_text: int | None = None, *, template: str = ""
 ) -> AnyTokenizer:
-    """A tokenizer for documents, which must have a token that ends them.
+    """Returns a tokenizer for documents, which must have a token that ends them.
 
     Args:
         path: of a tokenizer.json; None for bytes.
@@ -334,12 +309,12 @@ def document_tokenizer(
 
 
 def digest_of(content: bytes) -> str:
-    """Identifies a tokenizer by the content of its file."""
+    """Returns a name of 16 hexadecimal digits for this content."""
     return hashlib.sha256(content).hexdigest()[:16]
 
 
 def parse(content: bytes, where: str) -> Any:
-    """The tokenizer that a file holds, without truncation and padding.
+    """Returns the tokenizer that a file holds, without truncation and padding.
 
     Args:
         content: of the file.
@@ -357,7 +332,7 @@ def parse(content: bytes, where: str) -> Any:
 
 
 def known_end_of_text(tokenizer: Any) -> int | None:
-    """The first of ENDS_OF_TEXT that a tokenizer of the library has; None if it has none."""
+    """Returns the first of ENDS_OF_TEXT that a tokenizer has; None if it has none."""
     known = map(tokenizer.token_to_id, ENDS_OF_TEXT)
     return next((int(token) for token in known if token is not None), None)
 
@@ -390,5 +365,5 @@ def library_failures(what: str) -> Iterator[None]:
 
 
 def _clean(text: str) -> str:
-    """The text with undecodable bytes replaced, since the library accepts only valid text."""
+    """Replaces undecodable bytes, since the library accepts only valid text."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
