@@ -122,15 +122,12 @@ def _messages(path: Path) -> Iterator[Message]:
 def _message(place: str, message: Any, begins: bool) -> Message:
     fields = message if isinstance(message, dict) else {}
     role, content, weight = (fields.get(name) for name in FIELDS)
-    if lost := [name for name, value in fields.items() if value and name not in FIELDS]:
-        raise UserError(
-            f"{place}: a message has {', '.join(lost)}, which training would leave out: write what "
-            "it says into the content, or remove it."
-        )
+    others = [name for name, value in fields.items() if value and name not in FIELDS]
     weights = (None, 0, 1) if role == LEARNED else (None, 0)
-    if not isinstance(content, str) or role not in ROLES or weight not in weights:
+    if others or not isinstance(content, str) or role not in ROLES or weight not in weights:
         raise UserError(
             f'{place}: a message is {{"role": ..., "content": "..."}} with one of the roles '
-            f'{ROLES}, and perhaps "weight": 0, or 1 of the {LEARNED}; not {brief(message)}.'
+            f'{ROLES}, and perhaps "weight": 0, or 1 of the {LEARNED}. Training would leave out '
+            f"anything else, and this one has {brief(others or message)}."
         )
     return Message(role, content, role == LEARNED and weight != 0, begins, place)

@@ -55,7 +55,12 @@ def rows_of(
             end_of_text = None
             stream = Stream({f"the corpus ({split})": getattr(corpus.load(), split)}, vocab)
         elif are_tokens(files[source]):
-            end_of_text = _end_of_text(config, files[source][0].parent, notes[source], vocab)
+            noted, end_of_text = notes[source], config.end_of_text
+            _require_vocab(f"The data in {files[source][0].parent}", noted.get("vocab", 0), vocab)
+            if end_of_text is None:
+                end_of_text = noted.get("end_of_text")
+            else:
+                _require_vocab(f"data.end_of_text={end_of_text}", end_of_text + 1, vocab)
             stream = Stream(open_files(files[source], dtype=config.dtype), vocab)
         else:
             tokenizer = _tokenizer(config, vocab)
@@ -123,17 +128,6 @@ def _tokenizer(config: DataConfig, vocab: int, *, template: str = "") -> AnyToke
     tokenizer = document_tokenizer(config.tokenizer, config.end_of_text, template=template)
     _require_vocab(config.tokenizer or "Text as bytes", tokenizer.vocab, vocab)
     return tokenizer
-
-
-def _end_of_text(
-    config: DataConfig, folder: Path, notes: Mapping[str, Any], vocab: int
-) -> int | None:
-    """The token that ends a document in token files, if the config or their notes name one."""
-    _require_vocab(f"The data in {folder}", notes.get("vocab", 0), vocab)
-    if config.end_of_text is None:
-        return notes.get("end_of_text")
-    _require_vocab(f"data.end_of_text={config.end_of_text}", config.end_of_text + 1, vocab)
-    return config.end_of_text
 
 
 def _require_vocab(what: str, needed: int, vocab: int) -> None:
