@@ -97,7 +97,6 @@ def test_prompts_come_in_order_whatever_the_batch(run, tmp_path, capsys):
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1]
     parts = printed[0].removesuffix("\n").split("\n---\n")
-    assert [part.startswith(prompt) for part, prompt in zip(parts, prompts, strict=True)]
     sampling = generation.Sampling(temperature=3, top_k=90, top_p=0.95, seed=5)
     texts = continued(filled(CONFIG, seed=1), *prompts, sampling=sampling)
     assert parts == [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
@@ -190,7 +189,6 @@ def test_the_tokens_that_end_a_text_are_found(theirs, tmp_path):
         (["--prompt", "a", "--prompt", ""], "Prompt 2 is empty"),
         (["--prompt", "x" * 64], "64 tokens, and the model's context=64"),
         (["--prompt", "a", "--max-tokens", "0"], "--max-tokens: 0 must be 1 or more"),
-        (["--prompt", "a", "--batch", "0"], "--batch: 0 must be 1 or more"),
         (["--prompt", "a", "--stop", "<|end|>"], "'<|end|>' is not a token: tokens are bytes"),
         (["--prompt", "a", "--precision", "fp4"], "no precision 'fp4'. Use one of bf16"),
         (["--prompt", "a", "--step", "7"], "no checkpoint of step 7 in"),

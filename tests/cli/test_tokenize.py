@@ -33,7 +33,6 @@ def test_its_files_can_be_trained_on(texts, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("inputs", "options", "named"),
     [
-        (["none.txt"], [], "There is no file"),
         ([""], [], ". is a folder: name the file itself"),
         (["*.none"], [], "No file matches"),
         (["tokens.npy"], [], "holds tokens already"),

