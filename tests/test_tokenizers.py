@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("tokenizers")
@@ -77,15 +77,6 @@ def test_tokens_in_pieces_are_the_text_of_all_tokens(path, text):
         pieces = in_pieces(tokenizer.reader(prompt), tokens, [cut] * len(tokens))
         assert "".join(pieces) == whole.decode(prompt + tokens)[len(whole.decode(prompt)) :]
         assert "".join(pieces).strip() == text.strip()
-
-
-@settings(max_examples=30)
-@given(st.lists(st.integers(3, 258), min_size=1, max_size=30))
-def test_tokens_that_make_no_characters_are_read_to_the_end(byte_level, tokens):
-    """Not with byte fallback: there one bad byte spoils good ones before it, which were said."""
-    tokenizer, whole = Tokenizer(byte_level), tokenizers.Tokenizer.from_file(str(byte_level))
-    pieces = in_pieces(tokenizer.reader([]), tokens, [1] * len(tokens))
-    assert "".join(pieces) == whole.decode(tokens)
 
 
 def test_no_piece_ends_in_half_a_character(path):
