@@ -18,7 +18,7 @@ from coat_jax.training.data import chat
 TEXTS = ["Żółć, 🙂🙃 — ok\n", "naïve  café: 日本語 テスト", "a👩‍👩‍👧b", " leading", "x", "e\u0301"]
 
 
-def saved(library, path):
+def save(library, path):
     library.save(str(path))
     return path
 
@@ -109,7 +109,7 @@ def test_a_prompt_gets_what_comes_first_and_not_what_would_end_it(
     special = [("<s>", 0), ("</s>", 1), ("<unk>", 2)]
     made = tokenizers.Tokenizer.from_file(str(byte_level))
     made.post_processor = tokenizers.processors.TemplateProcessing(single, special_tokens=special)
-    file = saved(made, tmp_path / "tokenizer.json")
+    file = save(made, tmp_path / "tokenizer.json")
     tokenizer, the = Tokenizer(file), Tokenizer(file, begin=False).encode("the")
     assert not set(the) & {0, 1, 2}
     assert tokenizer.beginning == begin
@@ -194,9 +194,7 @@ def test_a_token_that_was_added_cannot_be_spelled_out_either(tmp_path):
     path = write_tokenizer(tmp_path / "tokenizer.json", special=("<pad>",))
     library = tokenizers.Tokenizer.from_file(str(path))
     library.add_tokens(["<|endoftext|>", "<|user|>", "<|tool|>", "<", "{"])
-    encoder = Tokenizer(
-        saved(library, path), template=chat.spelling("<|{role}|>\n{content}{end}\n")
-    )
+    encoder = Tokenizer(save(library, path), template=chat.spelling("<|{role}|>\n{content}{end}\n"))
     (found,) = encoder.encode_documents(["<|endoftext|><|user|><|tool|>"])
     ids = [library.token_to_id(word) for word in ("<|endoftext|>", "<|user|>", "<|tool|>")]
     assert [word in found for word in ids] == [False, False, True]

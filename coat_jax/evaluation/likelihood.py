@@ -107,7 +107,7 @@ def _batches(passages: Sequence[Passage], context: int, batch: int) -> list[tupl
 def _arrays(
     texts: Sequence[Sequence[int]], rows: int, length: int
 ) -> tuple[Int32[np.ndarray, "B S"], Int32[np.ndarray, "B S"]]:
-    """Tokens and labels; rows are padded with their last token, the batch with its last text."""
+    """Returns tokens and labels. Rows repeat their last token, and a batch its last row."""
     whole = np.empty((rows, length + 1), np.int32)
     for row, text in enumerate(texts):
         whole[row, : len(text)] = text

@@ -47,7 +47,7 @@ class Question(NamedTuple):
 
 
 class Accuracy(NamedTuple):
-    """How many questions were answered right."""
+    """The number of questions that were answered right."""
 
     right: int
     questions: int
@@ -151,7 +151,7 @@ def _passages(
 
 
 class Accuracies(NamedTuple):
-    """How many questions are answered right by the sums, and by the sums per byte."""
+    """The questions that are answered right by the sums, and by the sums per byte."""
 
     by_sum: Accuracy
     per_byte: Accuracy

@@ -20,7 +20,7 @@ from coat_jax.models.protocol import require_capability
 
 
 class Score(NamedTuple):
-    """How likely a text is.
+    """The likelihood of a text.
 
     Attributes:
         nats: the negative log probability of all scored tokens together.

@@ -44,14 +44,14 @@ class Cache(NamedTuple):
 
     @property
     def lengths(self) -> Int[Array, " B"]:
-        """How many tokens each text has."""
+        """The number of tokens of each text."""
         return self.filled - self.starts
 
 
 def prefill(
     model: Llama, tokens: Int[Array, "B S"], starts: Int[Array, " B"], slots: int
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """The logits after the last token of each text, and a cache with room for more.
+    """Returns the logits after the last token of each text, and a cache with room for more.
 
     Args:
         model: the model.
@@ -77,7 +77,7 @@ def prefill(
 def decode(
     model: Llama, tokens: Int[Array, " B"], cache: Cache
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """The logits after one more token of each text, and the cache with it.
+    """Returns the logits after one more token of each text, and the cache with it.
 
     Args:
         model: the model.
@@ -107,7 +107,7 @@ Layer = Callable[[nn.TransformerBlock, Array, Any], tuple[Array, nn.Past]]
 def _run_layers(
     model: Llama, x: Float[Array, "B S D"], past: nn.Past | None, layer: Layer
 ) -> tuple[Float[Array, "B S D"], nn.Past]:
-    """The residual stream after all layers, and what is new of each, stacked."""
+    """Returns the residual stream after all layers, and their new keys and values, stacked."""
     config = model.config
 
     def step(x: Array, block: nn.TransformerBlock, past: nn.Past | None) -> tuple[Array, nn.Past]:

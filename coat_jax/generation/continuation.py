@@ -47,7 +47,7 @@ def stream(
     stops: Sequence[int] = (),
     first: int = 0,
 ) -> Iterator[list[list[int]]]:
-    """What comes after each prompt: lists of new tokens, one per prompt, until all have ended.
+    """Yields lists of new tokens, one for each prompt, until all texts have ended.
 
     Args:
         model: on a mesh, call this with the mesh set.
@@ -89,7 +89,7 @@ def stream(
 
 
 def generate(model: Llama, prompts: Prompts, **settings: Any) -> list[list[int]]:
-    """All new tokens of each prompt: the chunks of `stream`, joined."""
+    """Returns all new tokens of each prompt: the chunks of `stream`, joined."""
     chunks = stream(model, prompts, **settings)
     return [list(itertools.chain.from_iterable(of_one)) for of_one in zip(*chunks, strict=True)]
 
@@ -153,7 +153,7 @@ def _continue(
 def _choose_next(
     sampling: Sampling, stops: Int[Array, " E"], logits: Float[Array, "B V"], session: _Session
 ) -> tuple[Int[Array, " B"], _Session]:
-    """The next token of each text, NOTHING where it has ended, NOT_A_NUMBER for broken logits."""
+    """Returns the next tokens: NOTHING where a text has ended, NOT_A_NUMBER for broken logits."""
     tokens = choose(logits, sampling, session.numbers, session.cache.lengths)
     over = session.remaining <= 0
     # The token that is chosen of NaN, often 0, may be a stop token, and would end the text.

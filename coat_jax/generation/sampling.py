@@ -22,7 +22,7 @@ TINY = 1e-37  # about the smallest number that XLA does not flush to 0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to choose.
+    """The settings with which a token is chosen.
 
     Attributes:
         temperature: above 1 flattens the distribution, below 1 sharpens it; 0 takes the likeliest.
@@ -46,7 +46,7 @@ def choose(
     numbers: Int[Array, " B"],
     steps: Int[Array, " B"],
 ) -> Int[Array, " B"]:
-    """The next token of each text.
+    """Returns the next token of each text.
 
     Args:
         logits: in FP32.
@@ -69,7 +69,7 @@ def choose(
 
 
 def restrict(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
-    """The logits, -inf where a token may not be chosen."""
+    """Returns the logits, -inf where a token may not be chosen."""
     if 0 < sampling.top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
         logits = jnp.where(logits >= least, logits, -jnp.inf)

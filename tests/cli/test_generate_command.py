@@ -24,7 +24,7 @@ GREEDY = ["--temperature", "0", "--max-tokens", "12"]
 MODEL = filled(CONFIG)
 
 
-def continued(model, *prompts, **settings):
+def continuation_of(model, *prompts, **settings):
     """What the library gives: the bytes of each text after its prompt."""
     settings = {"sampling": generation.Sampling(temperature=0), "stops": [0], **settings}
     tokens = [list(prompt.encode()) for prompt in prompts]
@@ -65,7 +65,7 @@ def options(*arguments):
 )
 def test_the_prompt_and_what_a_checkpoint_says(run, arguments, seed, capsys):
     """By default the newest one; several devices say the same."""
-    (text,) = continued(filled(CONFIG, seed=seed), "def ")
+    (text,) = continuation_of(filled(CONFIG, seed=seed), "def ")
     assert coat(run, "--prompt", "def ", *arguments, *GREEDY) == 0
     said = capsys.readouterr()
     assert said.out == f"def {text}\n"
@@ -74,14 +74,14 @@ def test_the_prompt_and_what_a_checkpoint_says(run, arguments, seed, capsys):
 
 
 def test_texts_end_with_a_stop_token(run, capsys):
-    (text,) = continued(filled(CONFIG, seed=1), "def ")
+    (text,) = continuation_of(filled(CONFIG, seed=1), "def ")
     stop = next(letter for letter in text[1:] if letter.isascii() and letter != text[0])
     assert coat(run, "--prompt", "def ", "--stop", stop, *GREEDY) == 0
     assert capsys.readouterr().out == f"def {text[: text.index(stop)]}\n"
 
 
 def test_a_model_of_hugging_face_computes_as_it_is_stored(theirs, capsys):
-    (text,) = continued(filled(dataclasses.replace(CONFIG, precision="bf16")), "é")
+    (text,) = continuation_of(filled(dataclasses.replace(CONFIG, precision="bf16")), "é")
     assert coat(theirs, "--prompt", "é", *GREEDY) == 0
     assert capsys.readouterr().out == f"é{text}\n"
 
@@ -98,7 +98,7 @@ def test_prompts_come_in_order_whatever_the_batch(run, tmp_path, capsys):
     assert printed[0] == printed[1]
     parts = printed[0].removesuffix("\n").split("\n---\n")
     sampling = generation.Sampling(temperature=3, top_k=90, top_p=0.95, seed=5)
-    texts = continued(filled(CONFIG, seed=1), *prompts, sampling=sampling)
+    texts = continuation_of(filled(CONFIG, seed=1), *prompts, sampling=sampling)
     assert parts == [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
 
 

@@ -45,7 +45,7 @@ class Message(NamedTuple):
 
 
 def parts_of(template: str) -> tuple[str, str, str]:
-    """The text of a template before a message's content, after it, and after its end."""
+    """Returns a template's text before a message's content, after it, and after its end."""
     head, _, rest = template.partition("{content}")
     after_content, _, after_end = rest.partition("{end}")
     if "{role}" not in head or any(template.count(f"{{{p}}}") != 1 for p in PARTS):
@@ -68,7 +68,7 @@ def spelling(template: str) -> str:
 
 
 def read(paths: list[Path], tokenizer: AnyTokenizer, template: str) -> Documents:
-    """The conversations of these files as tokens, each message as the template says."""
+    """Returns the conversations of these files as tokens, written as the template says."""
     require_small(paths, IN_MEMORY, "Divide the conversations among several runs.")
     head, after_content, after_end = parts_of(template)
     after_another: After = "text" if after_end else "end"

@@ -1,4 +1,4 @@
-"""What to train on, and what to evaluate on."""
+"""The data of a run: to train on, and to evaluate on."""
 
 import dataclasses
 from typing import Annotated, Literal

@@ -31,7 +31,7 @@ class Corpus(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """A hash of these bytes: two runs with the same digest read the same text."""
+        """Returns a hash of these bytes: runs with the same digest read the same text."""
         return digest_of(self.train.tobytes() + self.held_out.tobytes())
 
 
@@ -43,7 +43,7 @@ def load() -> Corpus:
 
 
 def files_of() -> tuple[list[Path], list[Path]]:
-    """The files to train on and those to evaluate on."""
+    """Returns the files to train on and those to evaluate on."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [
         path

@@ -85,12 +85,12 @@ class Loader:
         return batch
 
     def has_labels(self, batches: int) -> bool:
-        """Whether a row of the first `batches` batches adds to the loss."""
+        """Returns whether a row of the first `batches` batches adds to the loss."""
         rows = range(min(batches * self._batch, len(self._ordered)))
         return any(self.rows.has_labels(self._ordered[row]) for row in rows)
 
     def state(self) -> dict[str, Any]:
-        """The position of the iterator, for JSON: the same in every process."""
+        """Returns the iterator's position, for JSON: the same in every process."""
         return {"data": self.rows.digest, "seed": self._seed, "rows": self._read}
 
     def restore(self, state: dict[str, Any]) -> None:

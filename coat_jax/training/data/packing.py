@@ -15,7 +15,7 @@ from coat_jax.models import Batch
 from coat_jax.models.batches import IGNORED
 from coat_jax.printable import amount
 from coat_jax.tokenizers import digest_of
-from coat_jax.training.data.rows import TextRows, pad
+from coat_jax.training.data.rows import TextRows, documents_of, pad
 
 
 class Documents(NamedTuple):
@@ -72,17 +72,12 @@ class Packed(TextRows):
         return len(self._plan)
 
     def __getitem__(self, row: int) -> Batch:
-        parts = [self._document(d, segment) for segment, d in enumerate(self._plan[row], 1)]
-        joined = Batch(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
-        return pad(joined, self.sequence)
-
-    def _document(self, number: int, segment: int) -> Batch:
-        """Returns one document, its last token without a label."""
-        start, stop = self._starts[number], self._documents.ends[number]
-        tokens = self._documents.tokens[start:stop].astype(np.int32)
-        learned = self._documents.learned[start:stop]
-        labels = np.append(np.where(learned, tokens, IGNORED)[1:], np.int32(IGNORED))
-        row = slice(self.sequence)
-        tokens, labels = tokens[row], labels[row].astype(np.int32)
-        positions = np.arange(len(tokens), dtype=np.int32)
-        return Batch(tokens, labels, positions, np.full_like(tokens, segment))
+        tokens, learned, ends = self._documents
+        places = np.concatenate(
+            [np.arange(self._starts[d], ends[d])[: self.sequence] for d in self._plan[row]]
+        )
+        following = np.minimum(places + 1, len(tokens) - 1)
+        # In the tokens' own dtype, IGNORED would be a token.
+        labels = np.where(learned[following], tokens[following].astype(np.int32), IGNORED)
+        is_last = np.isin(places + 1, ends[self._plan[row]])
+        return pad(documents_of(tokens[places].astype(np.int32), labels, is_last), self.sequence)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Bool, Int32
 
 from coat_jax.errors import UserError
 from coat_jax.models import Batch
@@ -84,21 +84,21 @@ class Windows(TextRows):
     def __getitem__(self, row: int) -> Batch:
         start = self._part.start + row * self.sequence
         tokens = self._stream.read(start, min(start + self.sequence + 1, self._part.stop))
+        inputs, labels = tokens[:-1], tokens[1:]
         if self.end_of_text is None:
-            return pad(Batch(tokens[:-1], tokens[1:]), self.sequence)
-        return pad(documents_of(tokens, self.end_of_text), self.sequence)
+            return pad(Batch(inputs, labels), self.sequence)
+        return pad(documents_of(inputs, labels, inputs == self.end_of_text), self.sequence)
 
 
-def documents_of(tokens: Int32[np.ndarray, " S+1"], end_of_text: int) -> Batch:
-    """Returns a row of tokens and the token after them; `end_of_text` is a document's last."""
-    inputs, labels = tokens[:-1], tokens[1:].copy()
-    place = np.arange(len(inputs), dtype=np.int32)
-    ends = inputs == end_of_text
-    labels[ends] = IGNORED
+def documents_of(
+    tokens: Int32[np.ndarray, " S"], labels: Int32[np.ndarray, " S"], ends: Bool[np.ndarray, " S"]
+) -> Batch:
+    """Returns a row of documents; `ends` says which tokens are the last ones of theirs."""
+    place = np.arange(len(tokens), dtype=np.int32)
     begins = np.concatenate([[False], ends[:-1]])
     segments = 1 + np.cumsum(begins, dtype=np.int32)
     positions = place - np.maximum.accumulate(np.where(begins, place, 0))
-    return Batch(inputs, labels, positions, segments)
+    return Batch(tokens, np.where(ends, np.int32(IGNORED), labels), positions, segments)
 
 
 def pad(row: Batch, sequence: int) -> Batch:

@@ -142,9 +142,9 @@ def _require_vocab(what: str, needed: int, vocab: int) -> None:
 
 
 def _document_at(stream: Stream, place: int, end_of_text: int) -> int:
-    """Where the first document after a place begins, or else the document at the place.
+    """Returns where the first document after a place begins, or else the document at the place.
 
-    If more than a tenth of all tokens follow the beginning of the latter: the place itself.
+    If the latter is longer than a tenth of all tokens, returns the place itself.
     """
     start = min(place, max(place - SEARCHED, len(stream) - len(stream) // 10))
     searched = stream.read(start, min(place + SEARCHED, len(stream)))

@@ -53,7 +53,7 @@ class Piece(NamedTuple):
 
 
 def pieces(paths: list[Path]) -> Iterator[Piece]:
-    """The documents of these files, in order; empty ones are left out."""
+    """Yields the documents of these files, in order, without empty ones."""
     for path in paths:
         if path.suffix.lower() == CHAT:
             for place, record, size in json_lines(path):
@@ -85,7 +85,7 @@ def encode(
 
 
 def _document(file: TextIO, place: str) -> Iterator[Piece]:
-    """The pieces of a text, each with some lines."""
+    """Yields the pieces of a text, each with some lines."""
     texts = iter(lambda: file.read(PIECE) + file.readline(PIECE), "")
     following = itertools.pairwise(itertools.chain(texts, [""]))
     for number, (text, after) in enumerate(following):
@@ -105,7 +105,7 @@ class Encoded(NamedTuple):
 
 
 def encode_files(paths: list[Path], tokenizer: AnyTokenizer) -> Iterator[Encoded]:
-    """The tokens of all documents, in order; some are computed ahead, in threads."""
+    """Yields the tokens of all documents, in order; threads compute some ahead."""
     end = np.array([tokenizer.end_of_text], tokenizer.dtype)
 
     def encode_batch(batch: list[Piece]) -> Encoded:
@@ -143,7 +143,7 @@ def require_small(paths: list[Path], limit: int, remedy: str) -> None:
 
 
 def in_memory(paths: list[Path], tokenizer: AnyTokenizer) -> UInt[np.ndarray, " N"]:
-    """All tokens at once; raises if the text is large."""
+    """Returns all tokens at once; raises if the text is large."""
     remedy = "Run `coat tokenize` once, and train on the files that it writes."
     require_small(paths, IN_MEMORY, remedy)
     parts = (part.tokens for part in encode_files(paths, tokenizer))

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from data_cases import named, opened, write_lines
+from data_cases import config_of, loader_of, write_lines
 from tokenizer_cases import SPACED, write_spaced_tokenizer, write_tokenizer
 
 from coat_jax.errors import UserError
@@ -88,10 +88,10 @@ def test_conversations_are_shared_between_the_splits(tmp_path):
     answers = [f"answer {number:02}" for number in range(30)]
     records = [{"messages": [ANSWER | {"content": answer}]} for answer in answers]
     path = write_lines(tmp_path / "a.jsonl", records)
-    config = named(path, kind="chat", held_out_part=0.1)
+    config = config_of(path, kind="chat", held_out_part=0.1)
     found = []
     for split, count in (("train", 27), ("held_out", 3)):
-        loader = opened(config, split, batch=4, sequence=64)
+        loader = loader_of(config, split, batch=4, sequence=64)
         texts = [text_of(batch.labels[batch.labels >= 0]).split("¶") for batch in loader]
         found.append([text for said in texts for text in said if text])
         assert len(found[-1]) == count
@@ -150,10 +150,10 @@ def test_files_that_cannot_be_divided_or_are_large_are_refused(tmp_path, monkeyp
     with pytest.raises(ValueError, match=r"There is no conversation in .*a\.jsonl\."):
         read([write_lines(tmp_path / "a.jsonl", [])], Bytes(), TEMPLATE)
     with pytest.raises(ValueError, match=r"train data has no token to predict in its 0 rows"):
-        opened(named(write_lines(tmp_path / "a.jsonl", [HELLO]), kind="chat"), sequence=64)
+        loader_of(config_of(write_lines(tmp_path / "a.jsonl", [HELLO]), kind="chat"), sequence=64)
     path = write_lines(tmp_path / "a.jsonl", [HELLO] * 4)
-    description = opened(named(path, kind="chat"), sequence=64).description
+    description = loader_of(config_of(path, kind="chat"), sequence=64).description
     assert "; truncated to that length: 3 documents" in description
     monkeypatch.setattr(chat, "IN_MEMORY", 100)
     with pytest.raises(ValueError, match=r"a.jsonl .* Divide the conversations"):
-        opened(named(path, kind="chat"), sequence=64)
+        loader_of(config_of(path, kind="chat"), sequence=64)

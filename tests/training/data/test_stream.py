@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from data_cases import named, opened
+from data_cases import config_of, loader_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,22 +57,22 @@ def test_a_file_is_not_loaded(tmp_path):
     """A row of a file that is larger than any memory (and empty on disk)."""
     with (tmp_path / "large.bin").open("wb") as file:
         file.truncate(1 << 36)
-    loader = opened(named(tmp_path / "large.bin"), vocab=1)
+    loader = loader_of(config_of(tmp_path / "large.bin"), vocab=1)
     assert len(loader.rows) > 1 << 31
     assert next(loader).tokens.tolist() == [[0] * 8]
     loader.close()
 
 
 def test_a_token_outside_the_vocabulary_is_named(tmp_path, monkeypatch):
-    """When the data are opened; or in a batch, if no sample had it."""
+    """When the data are loader_of; or in a batch, if no sample had it."""
     for number, bad in enumerate([99, 100]):
         np.save(tmp_path / f"{number}.npy", np.array([*range(50), bad, 1, 2], np.uint16))
     with pytest.raises(ValueError, match=r"1.npy: token 50 is 100, .* vocabulary of 100"):
-        opened(named(tmp_path / "*.npy"), vocab=100)
+        loader_of(config_of(tmp_path / "*.npy"), vocab=100)
     monkeypatch.setattr(stream, "SAMPLES", 1)
     monkeypatch.setattr(stream, "SAMPLE", 8)
     np.save(tmp_path / "a.npy", np.array([1] * 60 + [300] + [1] * 39, np.uint16))
-    loader = opened(named(tmp_path / "a.npy", held_out_part=0.2), batch=10, vocab=256)
+    loader = loader_of(config_of(tmp_path / "a.npy", held_out_part=0.2), batch=10, vocab=256)
     with pytest.raises(ValueError, match=r"a.npy: token 60 is 300"):
         next(loader)
     loader.close()
@@ -116,7 +116,7 @@ def test_files_that_are_not_what_they_should_be_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"does not look like uint16.* Set data.dtype to uint32"):
         open_files([raw(tmp_path / "a", "uint32")], dtype=None)
     with pytest.raises(ValueError, match=r"token 0 is [\d,]+, .* of another dtype"):
-        opened(named(raw(tmp_path / "a", "uint16"), dtype="uint32"), vocab=50304)
+        loader_of(config_of(raw(tmp_path / "a", "uint16"), dtype="uint32"), vocab=50304)
 
 
 def folder_with(folder, notes):
@@ -157,11 +157,11 @@ def test_a_flipped_bit_in_files_of_ours_is_found(name, tmp_path, monkeypatch):
     content = bytearray((tmp_path / "out" / name).read_bytes())
     content[content.index(b"2") if name == "tokens.json" else -3] ^= 1
     (tmp_path / "out" / name).write_bytes(content)
-    files = named(tmp_path / "out" / "*.npy")
+    files = config_of(tmp_path / "out" / "*.npy")
     with pytest.raises(DamagedCheckpoint, match=rf"out is damaged: .* {name} is wrong\. .* delete"):
-        opened(files)
+        loader_of(files)
     if name != "tokens.json":
         monkeypatch.setattr(stream, "CHECKED", 100)
-        opened(files)
+        loader_of(files)
     (tmp_path / "out" / "manifest.json").unlink()
-    opened(files)
+    loader_of(files)
