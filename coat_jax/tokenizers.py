@@ -285,22 +285,18 @@ def document_tokenizer(
         tokenizer = Bytes(end_of_text or 0)
     else:
         tokenizer = Tokenizer(path, end_of_text=end_of_text, template=template)
-    if tokenizer.end_of_text is None:
+    end = tokenizer.end_of_text
+    if end is None or not 0 <= end < tokenizer.vocab:
         raise UserError(
-            f"{path} has none of {', '.join(ENDS_OF_TEXT)}: set end_of_text to the number of "
-            "the token that ends a document."
-        )
-    if not 0 <= tokenizer.end_of_text < tokenizer.vocab:
-        raise UserError(
-            f"end_of_text={end_of_text} is not in the tokenizer's vocabulary of "
-            f"{tokenizer.vocab:,}: it must be from 0 to {tokenizer.vocab - 1}."
+            f"end_of_text={end} must be the number of the token that ends a document, from 0 to "
+            f"{tokenizer.vocab - 1}. Set it if a tokenizer has none of {', '.join(ENDS_OF_TEXT)}."
         )
     if end_of_text is None and isinstance(tokenizer, Tokenizer):
-        end = tokenizer.end_spelling
-        if tokenizer.end_of_text in tokenizer.encode_documents([end])[0]:
+        spelling = tokenizer.end_spelling
+        if end in tokenizer.encode_documents([spelling])[0]:
             raise UserError(
-                f"{path} encodes {end} in a text as the token that ends documents. Set end_of_text "
-                f"to another token, or to {tokenizer.end_of_text} if no text has that word."
+                f"{path} encodes {spelling} in a text as the token that ends documents. Set "
+                f"end_of_text to another token, or to {end} if no text has that word."
             )
     return tokenizer
 

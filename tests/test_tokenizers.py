@@ -257,8 +257,8 @@ def test_the_end_of_text_is_that_of_the_tokenizer_or_the_one_given(tmp_path):
     assert document_tokenizer(path).end_of_text == 1
     assert document_tokenizer(path, 5).end_of_text == 5
     for file in (path, None):
-        with pytest.raises(ValueError, match="end_of_text=999 is not in the tokenizer's vocab"):
+        with pytest.raises(ValueError, match="end_of_text=999 must be"):
             document_tokenizer(file, 999)
     unknown = write_tokenizer(tmp_path / "b.json", special=("<pad>",))
-    with pytest.raises(ValueError, match=r"b.json has none of .* set end_of_text"):
+    with pytest.raises(ValueError, match=r"end_of_text=None must be .* none of"):
         document_tokenizer(unknown)

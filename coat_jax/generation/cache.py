@@ -60,8 +60,6 @@ def prefill(
         slots: of the cache, S or more.
     """
     length = tokens.shape[1]
-    if slots < length:
-        raise ValueError(f"A cache of {slots} slots cannot hold {length} tokens.")
     places = jnp.arange(length) - starts[:, None]
     positions, segments = jnp.maximum(places, 0), (places >= 0).astype(jnp.int32)
 

@@ -174,11 +174,9 @@ def require_prompts(config: Config, prompts: Prompts, *, max_tokens: int) -> Non
     require("max_tokens", max_tokens, Count)
     for number, prompt in enumerate(prompts, 1):
         name = "The prompt" if len(prompts) == 1 else f"Prompt {number}"
-        if not len(prompt):
-            raise UserError(f"{name} is empty: it has no tokens. Give at least one to continue.")
-        if len(prompt) >= config.context:
+        if not 1 <= len(prompt) < config.context:
             raise UserError(
-                f"{name} has {amount(len(prompt), 'token')}, and the model's "
-                f"context={config.context} must hold one more. Shorten it."
+                f"{name} has {amount(len(prompt), 'token')}, and must have from 1 to "
+                f"{config.context - 1}: the model's context={config.context} must hold one more."
             )
         require_known(f"{name} has", prompt, config.vocab)

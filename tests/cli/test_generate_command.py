@@ -186,8 +186,8 @@ def test_the_tokens_that_end_a_text_are_found(theirs, tmp_path):
     ("arguments", "named"),
     [
         ([], "There is no prompt: give --prompt TEXT, or lines in --prompts FILE"),
-        (["--prompt", "a", "--prompt", ""], "Prompt 2 is empty"),
-        (["--prompt", "x" * 64], "64 tokens, and the model's context=64"),
+        (["--prompt", "a", "--prompt", ""], "Prompt 2 has 0 tokens"),
+        (["--prompt", "x" * 64], "64 tokens, and must have from 1 to 63"),
         (["--prompt", "a", "--max-tokens", "0"], "--max-tokens: 0 must be 1 or more"),
         (["--prompt", "a", "--stop", "<|end|>"], "'<|end|>' is not a token: tokens are bytes"),
         (["--prompt", "a", "--precision", "fp4"], "no precision 'fp4'. Use one of bf16"),

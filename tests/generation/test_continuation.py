@@ -123,8 +123,8 @@ NO_TOKENS = r"The prompt has .* for tokens: a text is a list of whole"
     ("prompts", "changes", "message"),
     [
         ([], {}, "There is no prompt"),
-        ([[1], []], {}, "Prompt 2 is empty"),
-        ([[1] * 64], {}, "The prompt has 64 tokens, and the model's context=64 must"),
+        ([[1], []], {}, "Prompt 2 has 0 tokens, and must have from 1 to 63"),
+        ([[1] * 64], {}, "The prompt has 64 tokens, .* the model's context=64 must"),
         ([[1, 256]], {}, "The prompt has token 256, outside the model's vocabulary of 256"),
         ([[-1]], {}, "token -1, outside"),
         ([[1]], {"max_tokens": 0}, "max_tokens=0 must be a whole number from 1 to 2,147,483,647"),

@@ -48,15 +48,12 @@ def parts_of(template: str) -> tuple[str, str, str]:
     """Returns a template's text before a message's content, after it, and after its end."""
     head, _, rest = template.partition("{content}")
     after_content, _, after_end = rest.partition("{end}")
-    if "{role}" not in head or any(template.count(f"{{{p}}}") != 1 for p in PARTS):
+    once = all(template.count(f"{{{part}}}") == 1 for part in PARTS)
+    if not once or "{role}" not in head or "\\n" in template:
         raise UserError(
             f"data.template={template!r} must have {{role}}, {{content}} and {{end}}, once each "
-            "and in this order."
-        )
-    if "\\n" in template:
-        raise UserError(
-            f"data.template={template!r} has a backslash and an n where a new line must be meant. "
-            "In a shell, $'{role}\\n{content}{end}\\n' has new lines."
+            "and in this order, and no backslash with an n where a new line is meant. In a shell, "
+            "$'{role}\\n{content}{end}\\n' has new lines."
         )
     return head, after_content, after_end
 
@@ -105,16 +102,12 @@ def read(paths: list[Path], tokenizer: AnyTokenizer, template: str) -> Documents
 def _messages(path: Path) -> Iterator[Message]:
     for place, record, _ in json_lines(path):
         messages = record.get("messages")
-        if not isinstance(messages, list) or not messages:
-            raise UserError(
-                f'{place} has no "messages" that are a list of at least one; its keys are '
-                f"{brief(sorted(record))}."
-            )
-        found = [_message(place, message, number == 0) for number, message in enumerate(messages)]
+        listed = messages if isinstance(messages, list) else []
+        found = [_message(place, message, number == 0) for number, message in enumerate(listed)]
         if not any(message.learned for message in found):
             raise UserError(
-                f"{place} has no message of the {LEARNED}, or all have weight 0: nothing can be "
-                "learned."
+                f'{place} has no "messages", or none of the {LEARNED} whose weight is not 0: '
+                f"nothing can be learned. Its keys are {brief(sorted(record))}."
             )
         yield from found
 
