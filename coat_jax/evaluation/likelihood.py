@@ -78,10 +78,9 @@ def log_probabilities(
 
     found: list[Any] = [None] * len(passages)
     done = 0
+    started: Iterator[Any] = itertools.chain(start_batches(), [None])
     # `pairwise` starts the next batch before the host reads the results of this one.
-    for batch_started, _ in itertools.pairwise(itertools.chain(start_batches(), [None])):
-        assert batch_started is not None
-        numbers, scores = batch_started
+    for (numbers, scores), _ in itertools.pairwise(started):
         for number, row in zip(numbers, np.asarray(scores), strict=False):
             found[number] = row[passages[number].first - 1 : len(passages[number].tokens) - 1]
             if not np.isfinite(found[number]).all():
