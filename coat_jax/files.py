@@ -72,10 +72,7 @@ def lines_of(text: str) -> list[str]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file."""
-    value = parse_json(read_bytes(path), str(path))
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is not a JSON object, but {type(value).__name__}.")
-    return value
+    return _require_object(parse_json(read_bytes(path), str(path)), str(path))
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
@@ -95,3 +92,18 @@ def parse_json(text: str | bytes, where: str) -> Any:
         return value
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not JSON: {error}.") from None
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """Yields the JSON objects in the lines of a file: where each is, its value, and its bytes."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                where = f"{path}:{number}"
+                yield where, _require_object(parse_json(line.rstrip(), where), where), len(line)
+
+
+def _require_object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UserError(f"{where} is not a JSON object, but {type(value).__name__}.")
+    return value

@@ -4,19 +4,19 @@
     encode_documents    many texts to train on: no token is put in front of them, and a special
                         token that a text spells out is ordinary text, which cannot end a document
     encode_markers      the text of a chat template, in which special tokens count as special
-    reader              tokens to text, piece by piece: `token_readers`
+    reader              tokens to text as a model generates them
 
 Tokenizers like SentencePiece put a space in front of each text. A part of a document that follows
 another part gets none, so that it has the tokens that it would have in the whole document, unless
-one of these spans the end of a part.
+one of these spans the end of a part. A character may take several tokens, and the text of a token
+may depend on the one before it, so a reader returns text once its characters are complete.
 """
 
 import contextlib
 import functools
 import hashlib
-import itertools
 import json
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,10 +25,10 @@ from jaxtyping import UInt
 
 from coat_jax.errors import UserError
 from coat_jax.files import expand_user, read_bytes
-from coat_jax.token_readers import BytesReader, Reader, TokensReader
-from coat_jax.validation import INT32_MAX
 
 After = Literal["nothing", "end", "text"]
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+CONTEXT_TOKENS = 8  # the last of a prompt, to decode with; the text of a new token needs fewer
 ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 # Settings with which steps of a tokenizer put no space in front of a text, as SentencePiece does.
 WITHOUT_SPACE: dict[Any, dict[str, Any]] = {
@@ -36,6 +36,46 @@ WITHOUT_SPACE: dict[Any, dict[str, Any]] = {
     "Metaspace": {"prepend_scheme": "never"},
     "ByteLevel": {"add_prefix_space": False},
 }
+
+
+# --- Tokens to text ---------------------------------------------------------------------------
+
+
+class Reader:
+    """Compares the texts of the last tokens with and without new ones.
+
+    Args:
+        decode: tokens to text.
+        prompt: the tokens before those that are read.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int]):
+        self._decode = decode
+        self._tokens = list(prompt[-CONTEXT_TOKENS:])
+        self._returned = len(self._tokens)  # the tokens whose text was returned
+
+    def read(self, tokens: Sequence[int]) -> str:
+        """Returns the text that these tokens complete and that was not returned before."""
+        text = ""
+        for token in tokens:
+            self._tokens.append(token)
+            # A character whose bytes are not complete is decoded as REPLACEMENT.
+            if not self._decode(self._tokens).endswith(REPLACEMENT):
+                text += self.end()
+        return text
+
+    def end(self) -> str:
+        """Returns the remaining text once no token follows."""
+        text = self._decode(self._tokens)
+        before = self._decode(self._tokens[: self._returned])
+        if len(text) <= len(before):
+            return ""
+        self._tokens = self._tokens[self._returned :]
+        self._returned = len(self._tokens)
+        return text[len(before) :]
+
+
+# --- Text to tokens ---------------------------------------------------------------------------
 
 
 class Bytes:
@@ -52,13 +92,13 @@ class Bytes:
         self.end_of_text = end_of_text
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt. Bytes that a terminal could not decode are kept unchanged."""
+        """Returns the tokens of a prompt. Bytes that a terminal could not decode are unchanged."""
         return list(text.encode("utf-8", "surrogateescape"))
 
     def encode_documents(
-        self, texts: Sequence[str], continued: Sequence[bool] = ()
+        self, texts: Sequence[str], *, continued: bool = False
     ) -> list[UInt[np.ndarray, " N"]]:
-        """The tokens of each text; see `Tokenizer`."""
+        """See `Tokenizer`."""
         for text in texts if self.end_of_text == 0 else ():
             if (place := text.find("\0")) >= 0:
                 around = text[max(place - 20, 0) : place + 20]
@@ -69,19 +109,20 @@ class Bytes:
         return [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
 
     def encode_markers(self, text: str, *, after: After = "nothing") -> UInt[np.ndarray, " N"]:
-        """The tokens of a text of a template; see `Tokenizer`."""
+        """See `Tokenizer`."""
         return self.encode_documents([text])[0]
 
     def token(self, text: str) -> int:
-        """The token whose text is exactly `text`; raises if there is none."""
+        """See `Tokenizer`."""
         tokens = self.encode(text)
         if len(tokens) != 1:
             raise UserError(f"{text!r} is not a token: tokens are bytes, and it has {len(tokens)}.")
         return tokens[0]
 
     def reader(self, prompt: Sequence[int]) -> Reader:
-        """Reads the tokens that follow a prompt."""
-        return BytesReader()
+        """See `Tokenizer`."""
+        # A model may have more tokens than there are bytes. 0xFF occurs in no text in UTF-8.
+        return Reader(lambda new: bytes(min(n, 0xFF) for n in new).decode(errors="replace"), [])
 
 
 class Tokenizer:
@@ -129,92 +170,77 @@ class Tokenizer:
             )
 
     @functools.cached_property
-    def _document_encoders(self) -> tuple[Any, Any]:
+    def _document_encoders(self) -> list[Any]:
         """Encodes documents, and parts that continue one; special tokens are ordinary text."""
         content = json.loads(self._tokenizer.to_str())
         for token in content["added_tokens"]:
             word = token["content"].strip()
             is_marker = len(word) > 1 and word in self._template
             token["special"] |= is_marker or token["id"] == self.end_of_text
-        first = parse(json.dumps(content).encode(), str(self._path))
-        continuing = _without_space(first, str(self._path))
-        for tokenizer in (first, continuing):
+        first = json.dumps(content)
+        continuing = json.dumps(
+            json.loads(first, object_hook=lambda p: p | WITHOUT_SPACE.get(p.get("type"), {}))
+        )
+        # If white space is dropped, only the space in front of each word separates it from others.
+        if '"type": "WhitespaceSplit"' in first:
+            continuing = first
+        encoders = [parse(text.encode(), str(self._path)) for text in (first, continuing)]
+        for tokenizer in encoders:
             tokenizer.encode_special_tokens = True  # encodes their spelling as ordinary text
-        return first, continuing
-
-    @functools.cached_property
-    def _continuing_encoder(self) -> Any:
-        """Encodes the parts of a template that continue a text."""
-        return _without_space(self._tokenizer, str(self._path))
+        return encoders
 
     @property
     def end_spelling(self) -> str:
         """The spelling of end_of_text; empty if it has none."""
         return self._tokenizer.id_to_token(self.end_of_text) or ""
 
-    @property
-    def spells_end(self) -> bool:
-        """Whether a document that spells end_of_text out has that token."""
-        try:
-            (found,) = self.encode_documents([self.end_spelling])
-        except UserError:  # the tokenizer cannot encode it
-            return False
-        return self.end_of_text in found
-
     @functools.cached_property
     def beginning(self) -> list[int]:
         """The tokens that the file puts in front of a text, such as <s>."""
-        return beginning_of(self._tokenizer, str(self._path))
+        return beginning_of(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt. `beginning` is not added if the text spells it out itself."""
+        """Returns the tokens of a prompt, after `beginning` unless the text spells it out."""
         own = self._encode(text)
         return begin_with(self.beginning, own) if self._begin else own
 
     def encode_documents(
-        self, texts: Sequence[str], continued: Sequence[bool] = ()
+        self, texts: Sequence[str], *, continued: bool = False
     ) -> list[UInt[np.ndarray, " N"]]:
-        """The tokens of each text, on all cores of this machine.
+        """Returns the tokens of each text, computed on all cores of this machine.
 
         Args:
             texts: documents, or parts of documents.
-            continued: for each text, whether another part of its document precedes it; by default,
-                none does.
+            continued: whether another part of its document precedes each text.
         """
-        tokens: list[Any] = [None] * len(texts)
-        follows = continued or [False] * len(texts)
-        for tokenizer, kind in zip(self._document_encoders, (False, True), strict=True):
-            numbers = [number for number in range(len(texts)) if follows[number] == kind]
-            with library_failures(f"{self._path} cannot tokenize the data"):
-                found = tokenizer.encode_batch_fast(
-                    [texts[number] for number in numbers], add_special_tokens=False
-                )
-            for number, encoding in zip(numbers, found, strict=True):
-                tokens[number] = np.array(encoding.ids, self.dtype)
-        return tokens
+        encoder = self._document_encoders[continued]
+        with library_failures(f"{self._path} cannot tokenize the data"):
+            found = encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, self.dtype) for encoding in found]
 
     def encode_markers(self, text: str, *, after: After = "nothing") -> UInt[np.ndarray, " N"]:
-        """The tokens of a text of a template, in which special tokens count as special.
+        """Returns the tokens of a text of a template, in which special tokens count as special.
 
         Args:
             text: from the template.
             after: what precedes it: nothing, the token that ends a document, or other text.
         """
+        if after == "end" and self._encode(end := self.end_spelling) == [self.end_of_text]:
+            # Some tokenizers put a space in front of what follows a special token, too.
+            return np.array(self._encode(end + text)[1:], self.dtype)
         with library_failures(f"{self._path} cannot tokenize {text!r}"):
-            tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
-            if after != "nothing" and self._continuing_encoder is not self._tokenizer:
-                # Some tokenizers put a space in front of what follows a special token, too.
-                end = self.end_spelling
-                if after == "end" and self._encode(end) == [self.end_of_text]:
-                    tokens = self._encode(end + text)[1:]
-                else:
-                    special = self._tokenizer.get_added_tokens_decoder()
-                    begin = self._continuing_encoder.encode(text, add_special_tokens=False).ids
-                    tokens = [*_until(begin, special), *tokens[len(_until(tokens, special)) :]]
+            found = self._tokenizer.encode(text, add_special_tokens=False)
+        tokens = found.ids
+        if after != "nothing":
+            # Only what comes before the first special token continues other text.
+            special = self._tokenizer.get_added_tokens_decoder()
+            at = next((n for n, token in enumerate(tokens) if token in special), len(tokens))
+            begin = text[: found.offsets[at][0]] if at < len(tokens) else text
+            tokens = [*self.encode_documents([begin], continued=True)[0], *tokens[at:]]
         return np.array(tokens, self.dtype)
 
     def token(self, text: str) -> int:
-        """The token whose text is exactly `text`; raises if there is none."""
+        """Returns the token whose text is exactly `text`; raises if there is none."""
         token = self._tokenizer.token_to_id(_clean(text))
         if token is not None:
             return int(token)
@@ -224,8 +250,8 @@ class Tokenizer:
         return int(tokens[0])
 
     def reader(self, prompt: Sequence[int]) -> Reader:
-        """Reads the tokens that follow a prompt. Special tokens are left out."""
-        return TokensReader(self._tokenizer.decode, prompt)
+        """Returns a reader of the tokens that follow a prompt. Special tokens are left out."""
+        return Reader(self._tokenizer.decode, prompt)
 
     def _encode(self, text: str) -> list[int]:
         with library_failures(f"{self._path} cannot tokenize this text"):
@@ -244,27 +270,10 @@ def begin_with(begin: Sequence[int], tokens: Sequence[int]) -> list[int]:
     return [*tokens] if begun else [*begin, *tokens]
 
 
-def _until(tokens: list[int], ends: Container[int]) -> list[int]:
-    """The tokens before the first one of `ends`."""
-    return list(itertools.takewhile(lambda token: token not in ends, tokens))
-
-
-def _without_space(tokenizer: Any, where: str) -> Any:
-    """A tokenizer of the library that puts no space in front of a text; perhaps the same one."""
-    content = json.loads(tokenizer.to_str())
-    before = json.dumps([content["normalizer"], content["pre_tokenizer"]])
-    after = json.loads(before, object_hook=lambda p: p | WITHOUT_SPACE.get(p.get("type"), {}))
-    # If white space is dropped, only the space in front of each word separates it from others.
-    if "WhitespaceSplit" in before or json.dumps(after) == before:
-        return tokenizer
-    content["normalizer"], content["pre_tokenizer"] = after
-    return parse(json.dumps(content).encode(), where)
-
-
 def document_tokenizer(
     path: str | Path | None, end_of_text: int | None = None, *, template: str = ""
 ) -> AnyTokenizer:
-    """A tokenizer for documents, which must have a token that ends them.
+    """Returns a tokenizer for documents, which must have a token that ends them.
 
     Args:
         path: of a tokenizer.json; None for bytes.
@@ -276,22 +285,19 @@ def document_tokenizer(
         tokenizer = Bytes(end_of_text or 0)
     else:
         tokenizer = Tokenizer(path, end_of_text=end_of_text, template=template)
-    if tokenizer.end_of_text is None:
+    end = tokenizer.end_of_text
+    if end is None or not 0 <= end < tokenizer.vocab:
         raise UserError(
-            f"{path} has none of {', '.join(ENDS_OF_TEXT)}: set end_of_text to the number of "
-            "the token that ends a document."
+            f"end_of_text={end} must be the number of the token that ends a document, from 0 to "
+            f"{tokenizer.vocab - 1}. Set it if a tokenizer has none of {', '.join(ENDS_OF_TEXT)}."
         )
-    if not 0 <= tokenizer.end_of_text < tokenizer.vocab:
-        raise UserError(
-            f"end_of_text={end_of_text} is not in the tokenizer's vocabulary of "
-            f"{tokenizer.vocab:,}: it must be from 0 to {tokenizer.vocab - 1}."
-        )
-    if end_of_text is None and isinstance(tokenizer, Tokenizer) and tokenizer.spells_end:
-        raise UserError(
-            f"{path} encodes {tokenizer.end_spelling} in a text as the token that ends documents. "
-            f"Set end_of_text to another token, or to {tokenizer.end_of_text} if no text has that "
-            "word."
-        )
+    if end_of_text is None and isinstance(tokenizer, Tokenizer):
+        spelling = tokenizer.end_spelling
+        if end in tokenizer.encode_documents([spelling])[0]:
+            raise UserError(
+                f"{path} encodes {spelling} in a text as the token that ends documents. Set "
+                f"end_of_text to another token, or to {end} if no text has that word."
+            )
     return tokenizer
 
 
@@ -299,12 +305,12 @@ def document_tokenizer(
 
 
 def digest_of(content: bytes) -> str:
-    """Identifies a tokenizer by the content of its file."""
+    """Returns a name of 16 hexadecimal digits for this content."""
     return hashlib.sha256(content).hexdigest()[:16]
 
 
 def parse(content: bytes, where: str) -> Any:
-    """The tokenizer that a file holds, without truncation and padding.
+    """Returns the tokenizer that a file holds, without truncation and padding.
 
     Args:
         content: of the file.
@@ -316,39 +322,30 @@ def parse(content: bytes, where: str) -> Any:
         f"{where} is not a file of the `tokenizers` library, as tokenizer.json is"
     ):
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        highest = max(tokenizer.get_vocab().values(), default=-1)
-    if not 0 <= highest < INT32_MAX:
-        raise UserError(f"{where} has no vocabulary that a model can use: create it again.")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
 def known_end_of_text(tokenizer: Any) -> int | None:
-    """The first of ENDS_OF_TEXT that a tokenizer of the library has; None if it has none."""
+    """Returns the first of ENDS_OF_TEXT that a tokenizer has; None if it has none."""
     known = map(tokenizer.token_to_id, ENDS_OF_TEXT)
     return next((int(token) for token in known if token is not None), None)
 
 
-def beginning_of(tokenizer: Any, where: str) -> list[int]:
-    """The tokens that a tokenizer of the library puts in front of a text.
+def beginning_of(tokenizer: Any) -> list[int]:
+    """Returns the tokens that a tokenizer of the library puts in front of a text.
 
     Tokens that it appends, such as </s>, are left out: they would end a prompt before a model
     continues it.
-
-    Args:
-        tokenizer: from `parse`.
-        where: the name of its file in errors.
     """
     for text in ("a", *tokenizer.get_vocab()):
-        try:
-            with library_failures(f"{where} cannot tokenize {text!r}"):
-                found = tokenizer.encode(text)
-        except UserError:
-            continue  # a vocabulary of words without a token for unknown ones
-        added = found.special_tokens_mask  # 0 for special tokens that the text spells out
-        if 0 in added:
-            return list(found.ids[: added.index(0)])
+        # A vocabulary of words may have no token for unknown ones.
+        with contextlib.suppress(UserError), library_failures("not a known word"):
+            found = tokenizer.encode(text)
+            added = found.special_tokens_mask  # 0 for special tokens that the text spells out
+            if 0 in added:
+                return list(found.ids[: added.index(0)])
     return []  # no text has tokens
 
 
@@ -364,5 +361,5 @@ def library_failures(what: str) -> Iterator[None]:
 
 
 def _clean(text: str) -> str:
-    """The text with undecodable bytes replaced, since the library accepts only valid text."""
+    """Replaces undecodable bytes, since the library accepts only valid text."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")

@@ -24,7 +24,7 @@ import coat_jax
 PACKAGE = Path(coat_jax.__file__).parent
 LAYERS = [
     ("errors", "numerics", "nvidia", "printable"),
-    ("files", "multihost", "token_readers", "validation", "writing"),
+    ("files", "multihost", "validation", "writing"),
     ("manifest", "precision", "storage", "tokenizers"),
     ("probes",),
     ("kernels",),

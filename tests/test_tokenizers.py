@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("tokenizers")
@@ -18,7 +18,7 @@ from coat_jax.training.data import chat
 TEXTS = ["Żółć, 🙂🙃 — ok\n", "naïve  café: 日本語 テスト", "a👩‍👩‍👧b", " leading", "x", "e\u0301"]
 
 
-def saved(library, path):
+def save(library, path):
     library.save(str(path))
     return path
 
@@ -79,15 +79,6 @@ def test_tokens_in_pieces_are_the_text_of_all_tokens(path, text):
         assert "".join(pieces).strip() == text.strip()
 
 
-@settings(max_examples=30)
-@given(st.lists(st.integers(3, 258), min_size=1, max_size=30))
-def test_tokens_that_make_no_characters_are_read_to_the_end(byte_level, tokens):
-    """Not with byte fallback: there one bad byte spoils good ones before it, which were said."""
-    tokenizer, whole = Tokenizer(byte_level), tokenizers.Tokenizer.from_file(str(byte_level))
-    pieces = in_pieces(tokenizer.reader([]), tokens, [1] * len(tokens))
-    assert "".join(pieces) == whole.decode(tokens)
-
-
 def test_no_piece_ends_in_half_a_character(path):
     tokenizer = Tokenizer(path)
     tokens = tokenizer.encode("日本語 テスト 🙂")
@@ -118,7 +109,7 @@ def test_a_prompt_gets_what_comes_first_and_not_what_would_end_it(
     special = [("<s>", 0), ("</s>", 1), ("<unk>", 2)]
     made = tokenizers.Tokenizer.from_file(str(byte_level))
     made.post_processor = tokenizers.processors.TemplateProcessing(single, special_tokens=special)
-    file = saved(made, tmp_path / "tokenizer.json")
+    file = save(made, tmp_path / "tokenizer.json")
     tokenizer, the = Tokenizer(file), Tokenizer(file, begin=False).encode("the")
     assert not set(the) & {0, 1, 2}
     assert tokenizer.beginning == begin
@@ -203,9 +194,7 @@ def test_a_token_that_was_added_cannot_be_spelled_out_either(tmp_path):
     path = write_tokenizer(tmp_path / "tokenizer.json", special=("<pad>",))
     library = tokenizers.Tokenizer.from_file(str(path))
     library.add_tokens(["<|endoftext|>", "<|user|>", "<|tool|>", "<", "{"])
-    encoder = Tokenizer(
-        saved(library, path), template=chat.spelling("<|{role}|>\n{content}{end}\n")
-    )
+    encoder = Tokenizer(save(library, path), template=chat.spelling("<|{role}|>\n{content}{end}\n"))
     (found,) = encoder.encode_documents(["<|endoftext|><|user|><|tool|>"])
     ids = [library.token_to_id(word) for word in ("<|endoftext|>", "<|user|>", "<|tool|>")]
     assert [word in found for word in ids] == [False, False, True]
@@ -218,8 +207,9 @@ def test_a_token_that_was_added_cannot_be_spelled_out_either(tmp_path):
 def test_only_the_first_part_of_a_document_gets_a_space_in_front(kind, tmp_path):
     path = write_spaced_tokenizer(tmp_path / "tokenizer.json", kind)
     parts = ["they thought", "then", " the thing", "\n- that", "", "ê漢"]
-    continued = [part > 0 for part in range(len(parts))]
-    found = Tokenizer(path).encode_documents(parts, continued)
+    tokenizer = Tokenizer(path)
+    found = tokenizer.encode_documents(parts[:1])
+    found += tokenizer.encode_documents(parts[1:], continued=True)
     library = tokenizers.Tokenizer.from_file(str(path))
     tokens = np.concatenate(found).tolist()
     assert library.decode(tokens, skip_special_tokens=False) == "".join(parts)
@@ -244,13 +234,15 @@ def test_nothing_at_the_beginning_of_a_part_is_lost(tmp_path):
     """
     path, splits = tmp_path / "tokenizer.json", tokenizers.pre_tokenizers
     library = unigram(path, "▁abcdef", splits.WhitespaceSplit(), splits.Metaspace())
-    found = Tokenizer(path).encode_documents(["ab cd\n", "ef"], [False, True])
+    tokenizer = Tokenizer(path)
+    found = tokenizer.encode_documents(["ab cd\n"])
+    found += tokenizer.encode_documents(["ef"], continued=True)
     whole = library.encode("ab cd\nef", add_special_tokens=False).ids
     assert np.concatenate(found).tolist() == whole
     assert [library.id_to_token(token) for token in found[1]] == ["▁", "e", "f"]
     library = unigram(path, "▁ab", splits.Metaspace())
     for text, expected in (("漢", ["<unk>"]), ("漢ab", ["<unk>", "a", "b"]), ("ab", ["a", "b"])):
-        (found,) = Tokenizer(path).encode_documents([text], [True])
+        (found,) = Tokenizer(path).encode_documents([text], continued=True)
         assert [library.id_to_token(token) for token in found] == expected
 
 
@@ -265,8 +257,8 @@ def test_the_end_of_text_is_that_of_the_tokenizer_or_the_one_given(tmp_path):
     assert document_tokenizer(path).end_of_text == 1
     assert document_tokenizer(path, 5).end_of_text == 5
     for file in (path, None):
-        with pytest.raises(ValueError, match="end_of_text=999 is not in the tokenizer's vocab"):
+        with pytest.raises(ValueError, match="end_of_text=999 must be"):
             document_tokenizer(file, 999)
     unknown = write_tokenizer(tmp_path / "b.json", special=("<pad>",))
-    with pytest.raises(ValueError, match=r"b.json has none of .* set end_of_text"):
+    with pytest.raises(ValueError, match=r"end_of_text=None must be .* none of"):
         document_tokenizer(unknown)

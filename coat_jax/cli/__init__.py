@@ -58,10 +58,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Says what is wrong, and what may be meant."""
         options = [option for action in self._actions for option in action.option_strings]
-        greedy = [a.option_strings[0] for a in self._actions if a.nargs == "+" and a.option_strings]
-        if message.startswith("the following arguments are required") and greedy:
-            message += f", before options that take all words that follow: {', '.join(greedy)}"
-        elif message.startswith(UNKNOWN):
+        if message.startswith(UNKNOWN):
             unknown = message.removeprefix(UNKNOWN).split()[0].partition("=")[0].replace("_", "-")
             near = difflib.get_close_matches(unknown, options, n=1)
             message += f". Did you mean {near[0]}?" if near else ""

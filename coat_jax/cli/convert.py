@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Converts, and prints a line about the result."""
-    from coat_jax.cli.texts import BYTES
+    from coat_jax.cli.model_folder import BYTES
     from coat_jax.training.checkpoint import conversion
 
     source, out = expand_user(options.source), expand_user(options.out)
@@ -123,7 +123,7 @@ def _recipe(options: argparse.Namespace) -> "Recipe | None":
 
 def _require_effects(options: argparse.Namespace, recipe: "Recipe | None") -> None:
     """Raises for an option that has no effect with the others."""
-    from coat_jax.cli.texts import BYTES
+    from coat_jax.cli.model_folder import BYTES
 
     reads = options.calibrate is not None or options.balance is not None
     effects = [
@@ -148,7 +148,7 @@ def _require_effects(options: argparse.Namespace, recipe: "Recipe | None") -> No
 
 def _tokens(options: argparse.Namespace, name: str) -> list[int]:
     """The first tokens of the text of --calibrate or --balance; none without it."""
-    from coat_jax.cli.texts import tokens_of
+    from coat_jax.cli.model_folder import tokens_of
     from coat_jax.training.checkpoint import weights
 
     text, source = getattr(options, name), expand_user(options.source)

@@ -35,13 +35,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from coat_jax import evaluation, quantization
-from coat_jax.cli.arguments import add_count, add_model_arguments
+from coat_jax.cli.arguments import add_count, add_model_arguments, require_effects
 from coat_jax.cli.model_folder import ModelFolder, on_devices
 from coat_jax.cli.output import note, on_terminal
 from coat_jax.errors import UserError
 from coat_jax.files import read_text
 from coat_jax.models import Llama
-from coat_jax.models.batches import require_known
 from coat_jax.nn import MeshAxes
 from coat_jax.precision import PRESETS
 from coat_jax.printable import amount, printable, table
@@ -69,26 +68,25 @@ def run(options: argparse.Namespace) -> int:
     """Evaluates, and prints the results."""
     if not options.text and not options.tasks:
         raise UserError("Name a text, --text FILE, or a file of questions, --tasks FILE.jsonl.")
-    if options.window is not None and not options.text:
-        raise UserError(f"--window {options.window} is for texts: name one, --text FILE.")
+    require_effects(options, [("window", bool(options.text), "texts (--text FILE)")])
     axis = AXIS if options.devices > 1 else None
     folder = ModelFolder(options, axes=MeshAxes(fsdp=axis), batch_axes=(axis,) if axis else ())
-    context, batch = folder.config.context, options.batch
     window = folder.trained_length if options.window is None else options.window
-    if options.text and not 2 <= window <= context:
-        raise UserError(f"A window of {window} must be from 2 to the model's context={context}.")
     begin = folder.tokenizer.encode("")[:1] or folder.stops[:1]
     texts = {str(file): _text(file, folder, begin) for file in files_of(tuple(options.text))}
     tasks = {str(file): _questions(file, folder, begin) for file in files_of(tuple(options.tasks))}
     with on_devices(options.devices, AXIS):
         model = folder.load()
-        tokens, sizes = [text for text, _ in texts.values()], [size for _, size in texts.values()]
-        progress = _progress("windows")
         of_texts = evaluation.perplexity(
-            model, tokens, sizes, window=window, batch=batch, progress=progress
+            model,
+            [tokens for tokens, _ in texts.values()],
+            [size for _, size in texts.values()],
+            window=window,
+            batch=options.batch,
+            progress=_progress("windows"),
         )
         of_tasks = evaluation.accuracies(
-            model, [*tasks.values()], batch=batch, progress=_progress("choices")
+            model, [*tasks.values()], batch=options.batch, progress=_progress("choices")
         )
     scores = dict(zip(texts, of_texts, strict=True))
     accuracies = dict(zip(tasks, of_tasks, strict=True))
@@ -111,11 +109,8 @@ def _text(file: Path, folder: ModelFolder, begin: Sequence[int]) -> tuple[list[i
     """Returns the tokens of a text, after one that begins it, and its bytes."""
     text = read_text(file)
     tokens = [*begin, *folder.tokenizer.encode_documents([text])[0].tolist()]
-    if not text:
-        raise UserError(f"{file} is empty.")
     if len(tokens) < 2:
         raise UserError(f"{file} has no token after the first one, which is not scored.")
-    require_known(f"{file} has", tokens, folder.config.vocab)
     return tokens, len(text.encode())
 
 

@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.progress import track
 
 from coat_jax.cli.arguments import STEP, add_count, require_effects
+from coat_jax.cli.model_folder import tokens_of
 from coat_jax.cli.output import note
-from coat_jax.cli.texts import tokens_of
 from coat_jax.errors import UserError
 from coat_jax.files import expand_user
 from coat_jax.models import Config

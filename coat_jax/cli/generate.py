@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from coat_jax import generation
 from coat_jax.cli.arguments import add_count, add_model_arguments
@@ -62,12 +61,11 @@ def run(options: argparse.Namespace) -> int:
     sampling = generation.Sampling(**{name: getattr(options, name) for name in names})
     texts = [*options.prompt, *_lines(options.prompts)]
     if not texts:
-        raise UserError("There is no prompt: give --prompt TEXT, or --prompts FILE.")
+        raise UserError("There is no prompt: give --prompt TEXT, or lines in --prompts FILE.")
     folder = ModelFolder(options, axes=MeshAxes(tensor=TENSOR if options.devices > 1 else None))
     prompts = [folder.tokenizer.encode(text) for text in texts]
     stops = [*folder.stops, *map(folder.tokenizer.token, options.stop)]
-    settings: dict[str, Any] = {"max_tokens": options.max_tokens, "stops": stops}
-    generation.require_prompts(folder.config, prompts, **settings)
+    generation.require_prompts(folder.config, prompts, max_tokens=options.max_tokens)
     with on_devices(options.devices, TENSOR):
         model = folder.load()
         speed = _Speed()
@@ -75,7 +73,12 @@ def run(options: argparse.Namespace) -> int:
             for first in range(0, len(prompts), options.batch):
                 batch = slice(first, first + options.batch)
                 chunks = generation.stream(
-                    model, prompts[batch], sampling=sampling, first=first, **settings
+                    model,
+                    prompts[batch],
+                    max_tokens=options.max_tokens,
+                    sampling=sampling,
+                    stops=stops,
+                    first=first,
                 )
                 _say(BETWEEN if first else "")
                 _print(folder.tokenizer, texts[batch], prompts[batch], speed.measure(chunks))
@@ -89,10 +92,7 @@ def _lines(file: Path | None) -> Iterator[str]:
     """Returns the prompts in a file, one on each line that is not blank."""
     if file is None:
         return
-    text = read_text(expand_user(file))
-    if not text.strip():
-        raise UserError(f"{file} is empty: it should have a prompt on each line.")
-    for number, line in enumerate(lines_of(text), 1):
+    for number, line in enumerate(lines_of(read_text(expand_user(file))), 1):
         if not line.strip():
             continue
         if file.suffix.lower() != ".jsonl":

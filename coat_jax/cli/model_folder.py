@@ -1,26 +1,78 @@
-"""The folder of a model as commands take it: `coat generate WHERE`, `coat evaluate WHERE`.
+"""The folder of a model as commands take it, its tokenizer, and texts as its tokens.
 
-WHERE is the folder of a run, whose newest intact checkpoint is read, or of a Hugging Face model.
 The model of a run computes in the precision that it was trained in, a Hugging Face model in the
-dtype of its weights, and a quantized one in 8 bits. For the tokenizer see `texts`.
+dtype of its weights, and a quantized one in 8 bits. Its tokenizer is
+
+    --tokenizer              a tokenizer.json, or "bytes"; without it the first of
+    FOLDER/tokenizer.json    if it is there
+    data.tokenizer           in a run's config: the one that it was trained with
+    bytes                    if the model's vocabulary has 256 tokens
 """
 
 import argparse
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 
-from coat_jax.cli import texts
 from coat_jax.cli.output import note
 from coat_jax.errors import UserError
-from coat_jax.files import expand_user, read_json
+from coat_jax.files import expand_user, read_json, require_regular, utf8_failures
 from coat_jax.models import Config, Llama
+from coat_jax.models.batches import require_known
 from coat_jax.precision import precision_of
+from coat_jax.tokenizers import AnyTokenizer, Bytes, Tokenizer
 from coat_jax.training.checkpoint import weights
-from coat_jax.validation import Count, CountOrZero, require
+from coat_jax.validation import CountOrZero, require
+
+BYTES = "bytes"
+# A text is read up to this many characters, and this many more for each token that is wanted.
+PIECE, LONGEST = 1 << 16, 16
+
+
+def data_of(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what a run was trained on, by its config.json; nothing for other folders."""
+    return config_json.get("data") or {} if weights.is_run(config_json) else {}
+
+
+def tokenizer_of(folder: Path, config: Config, asked: str | None) -> AnyTokenizer:
+    """Returns the tokenizer of a model.
+
+    Args:
+        folder: of a run, or one of Hugging Face.
+        config: of the model.
+        asked: a tokenizer.json, or BYTES; None for that of the folder.
+    """
+    if asked == BYTES:
+        return Bytes()
+    config_json, own = weights.read_config_json(folder), folder / "tokenizer.json"
+    file = asked or (own if own.exists() else data_of(config_json).get("tokenizer"))
+    if file is not None:
+        # Our training puts nothing in front of a text.
+        tokenizer = Tokenizer(file, begin=not weights.is_run(config_json))
+        tokenizer.require_fits(config.vocab)
+        return tokenizer
+    if config.vocab != Bytes.vocab:
+        raise UserError(
+            f"{folder} has no tokenizer.json, and its model knows {config.vocab:,} tokens. Name "
+            f"its tokenizer with --tokenizer FILE; or --tokenizer {BYTES}."
+        )
+    return Bytes()
+
+
+def tokens_of(
+    text: Path, folder: Path, config: Config, asked: str | None, *, most: int
+) -> list[int]:
+    """Returns the first tokens of a text, `most` or fewer; see `tokenizer_of`."""
+    path, tokenizer = expand_user(text), tokenizer_of(folder, config, asked)
+    require_regular(path)
+    with utf8_failures(path), path.open(encoding="utf-8-sig", newline="") as file:
+        tokens = tokenizer.encode(file.read(PIECE + LONGEST * most))[:most]
+    require_known(f"{text} has", tokens, config.vocab)
+    return tokens
 
 
 class ModelFolder:
@@ -43,8 +95,7 @@ class ModelFolder:
         self._where, self._step = expand_user(options.where), options.step
         config_json = weights.read_config_json(self._where)
         config = weights.model_config(self._where)
-        length = config_json.get("sequence_length", config.context)
-        self.trained_length = require(f"{self._where}: sequence_length", length, Count)
+        self.trained_length: int = config_json.get("sequence_length", config.context)
         if options.precision and weights.is_quantized(config_json):
             raise UserError(
                 f"{self._where} is already quantized, which decides its precision: leave "
@@ -52,10 +103,10 @@ class ModelFolder:
             )
         precision = precision_of(options.precision or config.precision)
         self.config: Config = dataclasses.replace(config, precision=precision, **sharding)
-        self.tokenizer = texts.tokenizer_of(self._where, config, options.tokenizer)
+        self.tokenizer = tokenizer_of(self._where, config, options.tokenizer)
         file = self._where / "generation_config.json"
         settings = read_json(file) if file.exists() else {}
-        of_run = texts.data_of(self._where, config_json).get("end_of_text")
+        of_run = data_of(config_json).get("end_of_text")
         named = settings.get("eos_token_id"), config_json.get("eos_token_id"), of_run
         ends = next((e for e in named if e is not None), self.tokenizer.end_of_text)
         ends = ends if isinstance(ends, list) else [ends]

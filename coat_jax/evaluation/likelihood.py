@@ -7,6 +7,7 @@ Rows are padded after the text and batches with copies of a row, which changes r
 rounding: FP8 operands have one power of two as scale, from the largest magnitude in a batch.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -48,7 +49,7 @@ def log_probabilities(
     batch: int = 8,
     progress: OnProgress = lambda done, of: None,
 ) -> list[Float[np.ndarray, " scored"]]:
-    """The log probability of each scored token, passage by passage.
+    """Returns the log probability of each scored token, passage by passage.
 
     Args:
         model: on a mesh, call this with the mesh set.
@@ -58,14 +59,30 @@ def log_probabilities(
     """
     require_capability("coat.evaluation", model, "hidden", "logits")
     require("batch", batch, Count)
-    for number, passage in enumerate(passages):
-        _require(model, f"Passage {number}", passage)
+    context, vocab = model.config.context, model.config.vocab
+    for number, (tokens, first) in enumerate(passages):
+        if not 1 <= first < len(tokens) <= context + 1:
+            raise UserError(
+                f"Passage {number} has {len(tokens)} tokens, of which those from {first} on are "
+                "scored: at least one must be scored, one must come before it, and "
+                f"context={context} allows {context + 1} tokens."
+            )
+        require_known(f"Passage {number} has", tokens, vocab)
+    graph, state = nnx.split(model)
+    rows = padded_rows(min(batch, len(passages)), model.config)
+
+    def start_batches() -> Iterator[tuple[list[int], Float[Array, "B S"]]]:
+        for length, numbers in _batches(passages, context, batch):
+            tokens, labels = _arrays([passages[number].tokens for number in numbers], rows, length)
+            yield numbers, _log_probabilities(graph, state, tokens, labels)
+
     found: list[Any] = [None] * len(passages)
     done = 0
-    for numbers, scores in _score_batches(model, passages, batch):
+    started: Iterator[Any] = itertools.chain(start_batches(), [None])
+    # `pairwise` starts the next batch before the host reads the results of this one.
+    for (numbers, scores), _ in itertools.pairwise(started):
         for number, row in zip(numbers, np.asarray(scores), strict=False):
-            passage = passages[number]
-            found[number] = row[passage.first - 1 : len(passage.tokens) - 1]
+            found[number] = row[passages[number].first - 1 : len(passages[number].tokens) - 1]
             if not np.isfinite(found[number]).all():
                 raise UserError(NOT_NUMBERS)
         done += len(numbers)
@@ -73,44 +90,8 @@ def log_probabilities(
     return found
 
 
-def _score_batches(
-    model: Llama, passages: Sequence[Passage], batch: int
-) -> Iterator[tuple[list[int], Float[Array, "B S"]]]:
-    """The passages of each batch by their numbers, and the scores of all its tokens.
-
-    A batch is returned when the next one has been started: the host reads results while the device
-    computes.
-    """
-    graph, state = nnx.split(model)
-    rows = padded_rows(min(batch, len(passages)), model.config)
-    started: tuple[list[int], Array] | None = None
-    for length, numbers in _batches(passages, model.config.context, batch):
-        tokens, labels = _arrays([passages[number].tokens for number in numbers], rows, length)
-        following = numbers, _log_probabilities(graph, state, tokens, labels)
-        if started is not None:
-            yield started
-        started = following
-    if started is not None:
-        yield started
-
-
-def _require(model: Llama, name: str, passage: Passage) -> None:
-    tokens, context = passage.tokens, model.config.context
-    if not 1 <= passage.first < len(tokens):
-        raise ValueError(
-            f"{name} has {len(tokens)} tokens, of which those from {passage.first} on are scored: "
-            "at least one must be scored, and at least one must come before it."
-        )
-    if len(tokens) > context + 1:
-        raise UserError(
-            f"{name} has {len(tokens)} tokens, and context={context} allows {context + 1}. "
-            "Shorten it, or take windows of it."
-        )
-    require_known(f"{name} has", tokens, model.config.vocab)
-
-
 def _batches(passages: Sequence[Passage], context: int, batch: int) -> list[tuple[int, list[int]]]:
-    """The length of each batch, and the numbers of its passages."""
+    """Returns the length of each batch, and the numbers of its passages."""
     by_length: dict[int, list[int]] = {}
     for number, passage in enumerate(passages):
         length = padded_length(len(passage.tokens) - 1, context)
@@ -125,7 +106,7 @@ def _batches(passages: Sequence[Passage], context: int, batch: int) -> list[tupl
 def _arrays(
     texts: Sequence[Sequence[int]], rows: int, length: int
 ) -> tuple[Int32[np.ndarray, "B S"], Int32[np.ndarray, "B S"]]:
-    """Tokens and labels; rows are padded with their last token, the batch with its last text."""
+    """Returns tokens and labels. Rows repeat their last token, and a batch its last row."""
     whole = np.empty((rows, length + 1), np.int32)
     for row, text in enumerate(texts):
         whole[row, : len(text)] = text

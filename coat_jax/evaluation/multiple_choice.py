@@ -13,16 +13,17 @@ question's tokens. In a tie the first choice is taken. Accuracies have 95 % Wils
 cover only the chance in which questions a file has.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from coat_jax.errors import UserError
 from coat_jax.evaluation.likelihood import OnProgress, Passage, log_probabilities
-from coat_jax.files import lines_of, parse_json, read_text
+from coat_jax.files import json_lines
 from coat_jax.models import Config, Llama
-from coat_jax.models.batches import require_known
 from coat_jax.tokenizers import AnyTokenizer, begin_with
 from coat_jax.validation import Between, brief, require
 
@@ -46,7 +47,7 @@ class Question(NamedTuple):
 
 
 class Accuracy(NamedTuple):
-    """How many questions were answered right."""
+    """The number of questions that were answered right."""
 
     right: int
     questions: int
@@ -71,7 +72,7 @@ class Accuracy(NamedTuple):
 def read(
     path: Path, tokenizer: AnyTokenizer, begin: Sequence[int], config: Config
 ) -> list[Question]:
-    """The questions of a file, each on a line.
+    """Returns the questions of a file, each on a line.
 
     Args:
         path: of the file.
@@ -80,26 +81,22 @@ def read(
         config: of the model. A question that is too long for it loses its beginning.
     """
     questions = []
-    for number, line in enumerate(lines_of(read_text(path)), 1):
-        if line.strip():
-            where = f"{path}:{number}"
-            question, choices, answer = _fields(where, parse_json(line, where))
-            alone, *both = (
-                begin_with(begin, tokenizer.encode_markers(text).tolist())
-                for text in (question, *(_join(question, choice) for choice in choices))
-            )
-            passages, left_out = _passages(where, alone, both, config)
-            sizes = tuple(len(choice.encode()) for choice in choices)
-            questions.append(Question(passages, sizes, answer, left_out))
+    for where, record, _ in json_lines(path):
+        question, choices, answer = _fields(where, record)
+        alone, *both = (
+            begin_with(begin, tokenizer.encode_markers(text).tolist())
+            for text in (question, *(_join(question, choice) for choice in choices))
+        )
+        passages, left_out = _passages(where, alone, both, config)
+        sizes = tuple(len(choice.encode()) for choice in choices)
+        questions.append(Question(passages, sizes, answer, left_out))
     if not questions:
         raise UserError(f"{path} has no question.")
     return questions
 
 
-def _fields(where: str, record: Any) -> tuple[str, list[str], int]:
-    """The question, the choices and the number of the right one."""
-    if not isinstance(record, dict):
-        raise UserError(f"{where} is not a JSON object, but {brief(record)}.")
+def _fields(where: str, record: Mapping[str, Any]) -> tuple[str, list[str], int]:
+    """Returns the question, the choices and the number of the right one."""
     names = [name for name in ("context", "question") if name in record]
     if len(names) != 1:
         raise UserError(
@@ -119,36 +116,30 @@ def _fields(where: str, record: Any) -> tuple[str, list[str], int]:
 
 
 def _join(question: str, choice: str) -> str:
-    """Both texts, with white space between them."""
+    """Joins both texts, with white space between them."""
     apart = not question or question[-1].isspace() or choice[0].isspace()
     return f"{question}{'' if apart else ' '}{choice}"
 
 
 def _passages(
-    where: str, alone: Sequence[int], both: Sequence[Sequence[int]], config: Config
+    where: str, alone: list[int], both: Sequence[list[int]], config: Config
 ) -> tuple[tuple[Passage, ...], int]:
-    """The question, cut to fit with the longest choice, with each choice; how much is left out."""
-    for number, tokens in enumerate(both):
-        require_known(f"{where}: choice {number} has, with its question,", tokens, config.vocab)
-    firsts = [_first_new(alone, tokens) for tokens in both]
+    """Returns the question with each choice, cut to fit the longest; how much is left out."""
+    # The first token that differs from those of the question alone.
+    firsts = [sum(itertools.takewhile(bool, map(operator.eq, alone, of))) for of in both]
     for number, (first, tokens) in enumerate(zip(firsts, both, strict=True)):
-        if first == len(tokens):
+        if not 1 <= first < len(tokens):
             raise UserError(
-                f"{where}: choice {number} has no tokens of its own, because the tokenizer drops "
-                "its characters. Leave the question out, or use a tokenizer that knows them."
+                f"{where}: choice {number} has no token of its own, or none before it. Give the "
+                "question a text, and use a tokenizer that knows the characters of both."
             )
-    if min(firsts) < 1:
+    longest = max(map(len, both))
+    left_out = max(longest - 1 - config.context, 0)
+    if left_out >= min(firsts):
         raise UserError(
-            f"{where}: nothing comes before a choice, as the question has no tokens and the "
-            "tokenizer has none that begins or ends a text. Give the question a text."
-        )
-    longest = max(both, key=len)
-    if (needed := len(longest) - min(firsts)) > config.context:
-        raise UserError(
-            f"{where}: choice {list(both).index(longest)} has {needed} tokens, and the model's "
+            f"{where}: a choice has {longest - min(firsts)} tokens, and the model's "
             f"context={config.context}. Shorten it."
         )
-    left_out = max(len(longest) - 1 - config.context, 0)
     passages = (
         Passage(tokens[left_out:], first - left_out)
         for tokens, first in zip(both, firsts, strict=True)
@@ -156,17 +147,11 @@ def _passages(
     return tuple(passages), left_out
 
 
-def _first_new(before: Sequence[int], after: Sequence[int]) -> int:
-    """The first token that differs; the number of tokens if none does."""
-    pairs = enumerate(zip(before, after, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(before), len(after)))
-
-
 # --- Answering -------------------------------------------------------------------------------
 
 
 class Accuracies(NamedTuple):
-    """How many questions are answered right by the sums, and by the sums per byte."""
+    """The questions that are answered right by the sums, and by the sums per byte."""
 
     by_sum: Accuracy
     per_byte: Accuracy
@@ -179,7 +164,7 @@ def accuracies(
     batch: int = 8,
     progress: OnProgress = lambda done, of: None,
 ) -> list[Accuracies]:
-    """How many questions of each file the model answers right.
+    """Counts the questions of each file that the model answers right.
 
     Args:
         model: on a mesh, call this with the mesh set.

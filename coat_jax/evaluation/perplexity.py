@@ -17,11 +17,10 @@ from coat_jax.errors import UserError
 from coat_jax.evaluation.likelihood import OnProgress, Passage, log_probabilities
 from coat_jax.models import Llama
 from coat_jax.models.protocol import require_capability
-from coat_jax.printable import amount
 
 
 class Score(NamedTuple):
-    """How likely a text is.
+    """The likelihood of a text.
 
     Attributes:
         nats: the negative log probability of all scored tokens together.
@@ -50,19 +49,12 @@ class Score(NamedTuple):
 
 
 def windows(tokens: Sequence[int], size: int) -> list[Passage]:
-    """The windows of a text.
+    """Returns the windows of a text.
 
     Args:
         tokens: of the text; the first one is not scored.
         size: the length of a window: the model's context, or less.
     """
-    if size < 2:
-        raise UserError(f"A window of {size} tokens has no half: take 2 or more.")
-    if len(tokens) < 2:
-        raise UserError(
-            f"A text of {amount(len(tokens), 'token')} has nothing to score: the first token is "
-            "not scored, because none comes before it. Give 2 tokens or more."
-        )
     stride = size // 2
     last = max(0, math.ceil((len(tokens) - 1 - size) / stride))
     return [
@@ -83,7 +75,7 @@ def perplexity(
     batch: int = 8,
     progress: OnProgress = lambda done, of: None,
 ) -> list[Score]:
-    """The score of each text.
+    """Returns the score of each text.
 
     Args:
         model: on a mesh, call this with the mesh set.
@@ -95,6 +87,10 @@ def perplexity(
     """
     require_capability("perplexity", model, "hidden", "logits")
     size = model.config.context if window is None else window
+    if not 2 <= size <= model.config.context:
+        raise UserError(
+            f"A window of {size} must be from 2 to the model's context={model.config.context}."
+        )
     of_texts = [windows(tokens, size) for tokens in texts]
     passages = [passage for of_text in of_texts for passage in of_text]
     found = iter(log_probabilities(model, passages, batch=batch, progress=progress))
@@ -106,6 +102,6 @@ def perplexity(
 
 
 def combine(scores: Sequence[Score]) -> Score:
-    """The score of several texts, as if they were one."""
+    """Returns the score of several texts, as if they were one."""
     nats, tokens, sizes = zip(*scores, strict=True)
     return Score(math.fsum(nats), sum(tokens), sum(sizes))

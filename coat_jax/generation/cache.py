@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from coat_jax import nn
 from coat_jax.models import Config, Llama
@@ -44,14 +44,14 @@ class Cache(NamedTuple):
 
     @property
     def lengths(self) -> Int[Array, " B"]:
-        """How many tokens each text has."""
+        """The number of tokens of each text."""
         return self.filled - self.starts
 
 
 def prefill(
     model: Llama, tokens: Int[Array, "B S"], starts: Int[Array, " B"], slots: int
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """The logits after the last token of each text, and a cache with room for more.
+    """Returns the logits after the last token of each text, and a cache with room for more.
 
     Args:
         model: the model.
@@ -60,8 +60,6 @@ def prefill(
         slots: of the cache, S or more.
     """
     length = tokens.shape[1]
-    if slots < length:
-        raise ValueError(f"A cache of {slots} slots cannot hold {length} tokens.")
     places = jnp.arange(length) - starts[:, None]
     positions, segments = jnp.maximum(places, 0), (places >= 0).astype(jnp.int32)
 
@@ -77,7 +75,7 @@ def prefill(
 def decode(
     model: Llama, tokens: Int[Array, " B"], cache: Cache
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """The logits after one more token of each text, and the cache with it.
+    """Returns the logits after one more token of each text, and the cache with it.
 
     Args:
         model: the model.
@@ -86,7 +84,10 @@ def decode(
     """
     slot, past = cache.filled, cache.past
     positions = (slot - cache.starts)[:, None]
-    visible = _visible_slots(cache, past.keys.shape[2], model.config.window)
+    places = jnp.arange(past.keys.shape[2])
+    visible = (places >= cache.starts[:, None]) & (places <= slot)
+    if model.config.window is not None:
+        visible &= places > slot - model.config.window
 
     def layer(block: nn.TransformerBlock, x: Array, past: nn.Past) -> tuple[Array, nn.Past]:
         return block.decode(x, positions, past, slot, visible)
@@ -98,20 +99,13 @@ def decode(
     return model.logits(model.norm(x))[:, 0], Cache(past, cache.starts, slot + 1)
 
 
-def _visible_slots(cache: Cache, slots: int, window: int | None) -> Bool[Array, "B T"]:
-    """The slots that the token at slot `filled` sees."""
-    places = jnp.arange(slots)
-    visible = (places >= cache.starts[:, None]) & (places <= cache.filled)
-    return visible if window is None else visible & (places > cache.filled - window)
-
-
 Layer = Callable[[nn.TransformerBlock, Array, Any], tuple[Array, nn.Past]]
 
 
 def _run_layers(
     model: Llama, x: Float[Array, "B S D"], past: nn.Past | None, layer: Layer
 ) -> tuple[Float[Array, "B S D"], nn.Past]:
-    """The residual stream after all layers, and what is new of each, stacked."""
+    """Returns the residual stream after all layers, and their new keys and values, stacked."""
     config = model.config
 
     def step(x: Array, block: nn.TransformerBlock, past: nn.Past | None) -> tuple[Array, nn.Past]:

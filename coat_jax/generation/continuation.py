@@ -47,7 +47,7 @@ def stream(
     stops: Sequence[int] = (),
     first: int = 0,
 ) -> Iterator[list[list[int]]]:
-    """What comes after each prompt: lists of new tokens, one per prompt, until all have ended.
+    """Yields lists of new tokens, one for each prompt, until all texts have ended.
 
     Args:
         model: on a mesh, call this with the mesh set.
@@ -59,7 +59,7 @@ def stream(
             the prompts beside it.
     """
     require_capability("coat.generation", model, "embedded", "layers", "logits")
-    require_prompts(model.config, prompts, max_tokens=max_tokens, stops=stops)
+    require_prompts(model.config, prompts, max_tokens=max_tokens)
     context = model.config.context
     lengths = [len(prompt) for prompt in prompts]
     limits = [min(int(max_tokens), context - length) for length in lengths]
@@ -89,7 +89,7 @@ def stream(
 
 
 def generate(model: Llama, prompts: Prompts, **settings: Any) -> list[list[int]]:
-    """All new tokens of each prompt: the chunks of `stream`, joined."""
+    """Returns all new tokens of each prompt: the chunks of `stream`, joined."""
     chunks = stream(model, prompts, **settings)
     return [list(itertools.chain.from_iterable(of_one)) for of_one in zip(*chunks, strict=True)]
 
@@ -153,7 +153,7 @@ def _continue(
 def _choose_next(
     sampling: Sampling, stops: Int[Array, " E"], logits: Float[Array, "B V"], session: _Session
 ) -> tuple[Int[Array, " B"], _Session]:
-    """The next token of each text, NOTHING where it has ended, NOT_A_NUMBER for broken logits."""
+    """Returns the next tokens: NOTHING where a text has ended, NOT_A_NUMBER for broken logits."""
     tokens = choose(logits, sampling, session.numbers, session.cache.lengths)
     over = session.remaining <= 0
     # The token that is chosen of NaN, often 0, may be a stop token, and would end the text.
@@ -167,21 +167,16 @@ def _choose_next(
 # --- Refusals --------------------------------------------------------------------------------
 
 
-def require_prompts(
-    config: Config, prompts: Prompts, *, max_tokens: int, stops: Sequence[int] = ()
-) -> None:
+def require_prompts(config: Config, prompts: Prompts, *, max_tokens: int) -> None:
     """Raises unless `stream` can continue these prompts; needs no model yet."""
     if not len(prompts):
         raise UserError("There is no prompt.")
     require("max_tokens", max_tokens, Count)
     for number, prompt in enumerate(prompts, 1):
         name = "The prompt" if len(prompts) == 1 else f"Prompt {number}"
-        if not len(prompt):
-            raise UserError(f"{name} is empty: it has no tokens. Give at least one to continue.")
-        if len(prompt) >= config.context:
+        if not 1 <= len(prompt) < config.context:
             raise UserError(
-                f"{name} has {amount(len(prompt), 'token')}, and the model's "
-                f"context={config.context} must hold one more. Shorten it."
+                f"{name} has {amount(len(prompt), 'token')}, and must have from 1 to "
+                f"{config.context - 1}: the model's context={config.context} must hold one more."
             )
         require_known(f"{name} has", prompt, config.vocab)
-    require_known("stops has", stops, config.vocab)

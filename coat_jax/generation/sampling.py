@@ -22,7 +22,7 @@ TINY = 1e-37  # about the smallest number that XLA does not flush to 0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to choose.
+    """The settings with which a token is chosen.
 
     Attributes:
         temperature: above 1 flattens the distribution, below 1 sharpens it; 0 takes the likeliest.
@@ -46,7 +46,7 @@ def choose(
     numbers: Int[Array, " B"],
     steps: Int[Array, " B"],
 ) -> Int[Array, " B"]:
-    """The next token of each text.
+    """Returns the next token of each text.
 
     Args:
         logits: in FP32.
@@ -56,7 +56,9 @@ def choose(
     """
     if not sampling.temperature:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = restrict(_sharpen(logits, sampling.temperature), sampling)
+    # Less the largest one, no logit is too large to be divided by a small temperature.
+    logits = logits - jnp.max(logits, axis=-1, keepdims=True)
+    logits = restrict(logits / max(sampling.temperature, TINY), sampling)
     key = jax.random.key(sampling.seed)
 
     def one(row: Array, number: Array, step: Array) -> Array:
@@ -66,15 +68,8 @@ def choose(
     return jax.vmap(one)(logits, numbers, steps).astype(jnp.int32)
 
 
-def _sharpen(logits: Float[Array, "B V"], temperature: float) -> Float[Array, "B V"]:
-    """The logits over the temperature, less the largest: no temperature is too small for FP32."""
-    largest = jnp.max(logits, axis=-1, keepdims=True)
-    divided = (logits - largest) / max(temperature, TINY)
-    return jnp.where(logits == largest, 0.0, divided)
-
-
 def restrict(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
-    """The logits, -inf where a token may not be chosen."""
+    """Returns the logits, -inf where a token may not be chosen."""
     if 0 < sampling.top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
         logits = jnp.where(logits >= least, logits, -jnp.inf)

@@ -24,7 +24,7 @@ GREEDY = ["--temperature", "0", "--max-tokens", "12"]
 MODEL = filled(CONFIG)
 
 
-def continued(model, *prompts, **settings):
+def continuation_of(model, *prompts, **settings):
     """What the library gives: the bytes of each text after its prompt."""
     settings = {"sampling": generation.Sampling(temperature=0), "stops": [0], **settings}
     tokens = [list(prompt.encode()) for prompt in prompts]
@@ -65,7 +65,7 @@ def options(*arguments):
 )
 def test_the_prompt_and_what_a_checkpoint_says(run, arguments, seed, capsys):
     """By default the newest one; several devices say the same."""
-    (text,) = continued(filled(CONFIG, seed=seed), "def ")
+    (text,) = continuation_of(filled(CONFIG, seed=seed), "def ")
     assert coat(run, "--prompt", "def ", *arguments, *GREEDY) == 0
     said = capsys.readouterr()
     assert said.out == f"def {text}\n"
@@ -74,14 +74,14 @@ def test_the_prompt_and_what_a_checkpoint_says(run, arguments, seed, capsys):
 
 
 def test_texts_end_with_a_stop_token(run, capsys):
-    (text,) = continued(filled(CONFIG, seed=1), "def ")
+    (text,) = continuation_of(filled(CONFIG, seed=1), "def ")
     stop = next(letter for letter in text[1:] if letter.isascii() and letter != text[0])
     assert coat(run, "--prompt", "def ", "--stop", stop, *GREEDY) == 0
     assert capsys.readouterr().out == f"def {text[: text.index(stop)]}\n"
 
 
 def test_a_model_of_hugging_face_computes_as_it_is_stored(theirs, capsys):
-    (text,) = continued(filled(dataclasses.replace(CONFIG, precision="bf16")), "é")
+    (text,) = continuation_of(filled(dataclasses.replace(CONFIG, precision="bf16")), "é")
     assert coat(theirs, "--prompt", "é", *GREEDY) == 0
     assert capsys.readouterr().out == f"é{text}\n"
 
@@ -97,9 +97,8 @@ def test_prompts_come_in_order_whatever_the_batch(run, tmp_path, capsys):
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1]
     parts = printed[0].removesuffix("\n").split("\n---\n")
-    assert [part.startswith(prompt) for part, prompt in zip(parts, prompts, strict=True)]
     sampling = generation.Sampling(temperature=3, top_k=90, top_p=0.95, seed=5)
-    texts = continued(filled(CONFIG, seed=1), *prompts, sampling=sampling)
+    texts = continuation_of(filled(CONFIG, seed=1), *prompts, sampling=sampling)
     assert parts == [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
 
 
@@ -186,18 +185,16 @@ def test_the_tokens_that_end_a_text_are_found(theirs, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ([], "There is no prompt: give --prompt TEXT, or --prompts FILE"),
-        (["--prompt", "a", "--prompt", ""], "Prompt 2 is empty"),
-        (["--prompt", "x" * 64], "64 tokens, and the model's context=64"),
+        ([], "There is no prompt: give --prompt TEXT, or lines in --prompts FILE"),
+        (["--prompt", "a", "--prompt", ""], "Prompt 2 has 0 tokens"),
+        (["--prompt", "x" * 64], "64 tokens, and must have from 1 to 63"),
         (["--prompt", "a", "--max-tokens", "0"], "--max-tokens: 0 must be 1 or more"),
-        (["--prompt", "a", "--batch", "0"], "--batch: 0 must be 1 or more"),
         (["--prompt", "a", "--stop", "<|end|>"], "'<|end|>' is not a token: tokens are bytes"),
         (["--prompt", "a", "--precision", "fp4"], "no precision 'fp4'. Use one of bf16"),
         (["--prompt", "a", "--step", "7"], "no checkpoint of step 7 in"),
         (["--prompt", "a", "--devices", "9"], "--devices 9: JAX finds 8 here"),
         (["--prompt", "a", "--devices", "3"], "cannot be sharded over 3 devices"),
         (["--prompt", "a", "--tokenizer", "none.json"], "no tokenizer file none.json"),
-        (["--prompts", "/dev/zero"], "/dev/zero is a pipe or a device"),
         (["--prompts", "none.txt"], "There is no file none.txt"),
     ],
 )
@@ -210,7 +207,6 @@ def test_bad_input_ends_in_one_line_and_code_2(arguments, named, run, capsys):
 
 def test_files_without_prompts_are_named(tmp_path):
     for name, content, named in (
-        ("p.txt", " \r\n\n", "p.txt is empty: it should have a prompt on each line."),
         ("p.jsonl", '"a"\n{', "p.jsonl:2 is not JSON"),
         ("p.jsonl", '"a"\n7', "p.jsonl:2 is neither a string nor"),
     ):

@@ -97,7 +97,6 @@ def test_a_bug_shows_where_it_is(command, error):
         (["generate", "x", "--qqq"], "coat generate: unrecognized arguments: --qqq (--help"),
         (["generate", "x", "y"], "coat generate: unrecognized arguments: y (--help"),
         (["tokenize"], "required: INPUT, --out (--help explains)"),
-        (["plot", "--names", "a", "out/a"], "required: RUN, before options that take all words"),
     ],
 )
 def test_wrong_arguments_are_explained_in_one_line(arguments, line, capsys):

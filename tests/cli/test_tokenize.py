@@ -33,13 +33,12 @@ def test_its_files_can_be_trained_on(texts, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("inputs", "options", "named"),
     [
-        (["none.txt"], [], "There is no file"),
-        ([""], [], ". is a folder. Name its files by a pattern"),
+        ([""], [], ". is a folder: name the file itself"),
         (["*.none"], [], "No file matches"),
         (["tokens.npy"], [], "holds tokens already"),
         (["bad.jsonl"], [], "bad.jsonl:1 is not JSON"),
         (["a.txt"], ["--tokenizer", "none.json"], "no tokenizer file"),
-        (["a.txt"], ["--end-of-text", "256"], "not in the tokenizer's vocabulary"),
+        (["a.txt"], ["--end-of-text", "256"], "end_of_text=256 must be"),
     ],
 )
 def test_bad_input_ends_in_one_line_and_code_2(inputs, options, named, tmp_path, capsys):

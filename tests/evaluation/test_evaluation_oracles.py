@@ -51,7 +51,7 @@ def log_likelihood(model, tokens, first):
     return float(found[first - 1 :].sum())
 
 
-def evaluated(capsys, folder, *arguments):
+def evaluate(capsys, folder, *arguments):
     assert main(["evaluate", str(folder), *map(str, arguments), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
@@ -65,7 +65,7 @@ def test_a_text_is_as_likely_as_their_logits_say(theirs, tmp_path, capsys):
         if start + len(window) > scored:
             nats -= log_likelihood(model, window, scored - start)
             scored = start + len(window)
-    (found,) = evaluated(capsys, folder, "--text", tmp_path / "text")["texts"]
+    (found,) = evaluate(capsys, folder, "--text", tmp_path / "text")["texts"]
     assert found["tokens"] == found["bytes"] == len(TEXT)
     # Sums of a hundred products, a dozen deep, in FP32: 1e-5 of the mean is generous.
     assert found["nats_per_token"] == pytest.approx(nats / len(TEXT), rel=1e-5)
@@ -87,7 +87,7 @@ def test_the_answers_are_those_of_their_logits(theirs, tmp_path, capsys):
         )
         sizes = [len(choice) for choice in line["choices"]]
         right += [np.argmax(sums) == line["answer"], np.argmax(sums / sizes) == line["answer"]]
-    (found,) = evaluated(capsys, folder, "--tasks", tmp_path / "tasks.jsonl")["tasks"]
+    (found,) = evaluate(capsys, folder, "--tasks", tmp_path / "tasks.jsonl")["tasks"]
     assert found["questions"] == len(QUESTIONS)
     assert found["by_sum"]["right"] == right[0]
     assert found["per_byte"]["right"] == right[1]

@@ -88,19 +88,19 @@ def test_progress_is_reported():
 
 
 @pytest.mark.parametrize(
-    ("passage", "batch", "kind", "message"),
+    ("passage", "batch", "message"),
     [
-        (Passage([1]), 8, ValueError, "Passage 0 has 1 tokens"),
-        (Passage([1, 2], 2), 8, ValueError, "those from 2 on are scored"),
-        (Passage([1, 2], 0), 8, ValueError, "those from 0 on are scored"),
-        (Passage([1] * 152), 8, UserError, "152 tokens, and context=150 allows 151"),
-        (Passage([1, 256]), 8, UserError, "token 256, outside the model's vocabulary of 256"),
-        (Passage([-1, 2]), 8, UserError, "token -1, outside"),
-        (Passage([1, 2]), 0, UserError, "batch=0 must be a whole number from 1"),
+        (Passage([1]), 8, "Passage 0 has 1 tokens"),
+        (Passage([1, 2], 2), 8, "those from 2 on are scored"),
+        (Passage([1, 2], 0), 8, "those from 0 on are scored"),
+        (Passage([1] * 152), 8, "152 tokens, .* context=150 allows 151"),
+        (Passage([1, 256]), 8, "token 256, outside the model's vocabulary of 256"),
+        (Passage([-1, 2]), 8, "token -1, outside"),
+        (Passage([1, 2]), 0, "batch=0 must be a whole number from 1"),
     ],
 )
-def test_passages_that_cannot_be_scored_are_refused(passage, batch, kind, message):
-    with pytest.raises(kind, match=message):
+def test_passages_that_cannot_be_scored_are_refused(passage, batch, message):
+    with pytest.raises(UserError, match=message):
         log_probabilities(MODEL, [passage], batch=batch)
 
 

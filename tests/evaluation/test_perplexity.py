@@ -80,9 +80,9 @@ def test_texts_add_up():
 @pytest.mark.parametrize(
     ("text", "window", "named"),
     [
-        ([1], None, "A text of 1 token has nothing to score.*Give 2 tokens"),
-        ([1, 2], 1, "A window of 1 tokens has no half"),
-        ([1] * 40, 33, "34 tokens, and context=32 allows 33"),
+        ([1], None, "has 1 tokens, .* one must come before it"),
+        ([1, 2], 1, "A window of 1 must be from 2 to the model's context=32"),
+        ([1] * 40, 33, "A window of 33 must be from 2"),
     ],
 )
 def test_texts_and_windows_without_a_score_are_refused(text, window, named):

@@ -110,11 +110,6 @@ def test_on_a_mesh_the_logits_are_those_of_the_training_forward(sizes):
     assert part == (1 / 6 if sizes[2] == 2 else 1)
 
 
-def test_a_cache_that_cannot_hold_the_prompt_is_refused():
-    with pytest.raises(ValueError, match="A cache of 3 slots cannot hold 4 tokens"):
-        prefill(filled(variant()), jnp.zeros((1, 4), jnp.int32), jnp.array([0]), 3)
-
-
 def test_attention_refuses_shapes_that_do_not_fit():
     past, visible = jnp.ones((2, 8, 2, 16)), jnp.ones((2, 8), bool)
     for q in ((2, 2, 4, 16), (2, 1, 3, 16), (2, 1, 4, 8), (3, 1, 4, 16)):

@@ -52,18 +52,6 @@ def test_a_text_does_not_depend_on_those_beside_it():
         assert alone == together[number]
 
 
-def test_seeds_and_numbers_make_other_texts_and_each_token_has_random_numbers_of_its_own():
-    """At the highest temperature all tokens are equally likely."""
-
-    def text(temperature=2, seed=0, first=0):
-        settings = {"max_tokens": 20, "sampling": Sampling(temperature=temperature, seed=seed)}
-        return generate(MODEL, PROMPTS[:1], first=first, **settings)
-
-    assert text() == text() != text(seed=1)
-    assert text() != text(first=1)
-    assert len(set(text(temperature=1e30)[0])) > 12
-
-
 def test_tokens_come_in_chunks_and_the_first_one_at_once():
     chunks = list(stream(MODEL, PROMPTS, max_tokens=CHUNK + 4, sampling=GREEDY))
     assert [[len(text) for text in new] for new in chunks] == [[1] * 3, [CHUNK] * 3, [3] * 3]
@@ -135,13 +123,11 @@ NO_TOKENS = r"The prompt has .* for tokens: a text is a list of whole"
     ("prompts", "changes", "message"),
     [
         ([], {}, "There is no prompt"),
-        ([[1], []], {}, "Prompt 2 is empty"),
-        ([[1] * 64], {}, "The prompt has 64 tokens, and the model's context=64 must"),
+        ([[1], []], {}, "Prompt 2 has 0 tokens, and must have from 1 to 63"),
+        ([[1] * 64], {}, "The prompt has 64 tokens, .* the model's context=64 must"),
         ([[1, 256]], {}, "The prompt has token 256, outside the model's vocabulary of 256"),
         ([[-1]], {}, "token -1, outside"),
         ([[1]], {"max_tokens": 0}, "max_tokens=0 must be a whole number from 1 to 2,147,483,647"),
-        ([[1]], {"max_tokens": True}, "max_tokens=True must be a whole number"),
-        ([[1]], {"stops": [300]}, "stops has token 300, outside"),
         *(([prompt], {}, NO_TOKENS) for prompt in ([1.5], [True], [[1]], [None], "text")),
     ],
 )

@@ -76,7 +76,7 @@ def read(
 
 
 def _note_beginning(tokenizer: Any, note: Callable[[str], object]) -> None:
-    if begin := tokenizers.beginning_of(tokenizer, TOKENIZER):
+    if begin := tokenizers.beginning_of(tokenizer):
         spelled = " ".join(tokenizer.id_to_token(token) or str(token) for token in begin)
         note(
             f"The tokenizer puts {spelled} in front of each text, and training put nothing there. "

@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from coat_jax.errors import UserError
+from coat_jax.files import json_lines
 from coat_jax.tokenizers import After, AnyTokenizer
 from coat_jax.training.data.packing import Documents
 from coat_jax.training.data.paths import listing
-from coat_jax.training.data.tokenizing import encode, records, require_small
+from coat_jax.training.data.tokenizing import encode, require_small
 from coat_jax.validation import brief
 
 ROLES = ("system", "user", "assistant")
@@ -44,30 +45,27 @@ class Message(NamedTuple):
 
 
 def parts_of(template: str) -> tuple[str, str, str]:
-    """The text of a template before a message's content, after it, and after its end."""
+    """Returns a template's text before a message's content, after it, and after its end."""
     head, _, rest = template.partition("{content}")
     after_content, _, after_end = rest.partition("{end}")
-    if "{role}" not in head or any(template.count(f"{{{p}}}") != 1 for p in PARTS):
+    once = all(template.count(f"{{{part}}}") == 1 for part in PARTS)
+    if not once or "{role}" not in head or "\\n" in template:
         raise UserError(
             f"data.template={template!r} must have {{role}}, {{content}} and {{end}}, once each "
-            "and in this order."
-        )
-    if "\\n" in template:
-        raise UserError(
-            f"data.template={template!r} has a backslash and an n where a new line must be meant. "
-            "In a shell, $'{role}\\n{content}{end}\\n' has new lines."
+            "and in this order, and no backslash with an n where a new line is meant. In a shell, "
+            "$'{role}\\n{content}{end}\\n' has new lines."
         )
     return head, after_content, after_end
 
 
 def spelling(template: str) -> str:
-    """All that a template spells out around messages of every role."""
-    head, *after = parts_of(template)
-    return "\0".join([*(head.replace("{role}", role) for role in ROLES), *after])
+    """Returns what a template spells out around messages of every role."""
+    around = template.replace("{content}", "\0").replace("{end}", "\0")
+    return "\0".join(around.replace("{role}", role) for role in ROLES)
 
 
 def read(paths: list[Path], tokenizer: AnyTokenizer, template: str) -> Documents:
-    """The conversations of these files as tokens, each message as the template says."""
+    """Returns the conversations of these files as tokens, written as the template says."""
     require_small(paths, IN_MEMORY, "Divide the conversations among several runs.")
     head, after_content, after_end = parts_of(template)
     after_another: After = "text" if after_end else "end"
@@ -85,7 +83,7 @@ def read(paths: list[Path], tokenizer: AnyTokenizer, template: str) -> Documents
     batches = []
     while batch := list(islice(messages, TOGETHER)):
         _, texts, is_learned, is_first, places = zip(*batch, strict=True)
-        contents = encode(tokenizer, texts, [True] * len(texts), places)
+        contents = encode(tokenizer, texts, places, continued=True)
         parts = [
             part
             for message, content in zip(batch, contents, strict=True)
@@ -102,18 +100,14 @@ def read(paths: list[Path], tokenizer: AnyTokenizer, template: str) -> Documents
 
 
 def _messages(path: Path) -> Iterator[Message]:
-    for place, record, _ in records(path):
+    for place, record, _ in json_lines(path):
         messages = record.get("messages")
-        if not isinstance(messages, list) or not messages:
-            raise UserError(
-                f'{place} has no "messages" that are a list of at least one; its keys are '
-                f"{brief(sorted(record))}."
-            )
-        found = [_message(place, message, number == 0) for number, message in enumerate(messages)]
+        listed = messages if isinstance(messages, list) else []
+        found = [_message(place, message, number == 0) for number, message in enumerate(listed)]
         if not any(message.learned for message in found):
             raise UserError(
-                f"{place} has no message of the {LEARNED}, or all have weight 0: nothing can be "
-                "learned."
+                f'{place} has no "messages", or none of the {LEARNED} whose weight is not 0: '
+                f"nothing can be learned. Its keys are {brief(sorted(record))}."
             )
         yield from found
 
@@ -121,15 +115,12 @@ def _messages(path: Path) -> Iterator[Message]:
 def _message(place: str, message: Any, begins: bool) -> Message:
     fields = message if isinstance(message, dict) else {}
     role, content, weight = (fields.get(name) for name in FIELDS)
-    if lost := [name for name, value in fields.items() if value and name not in FIELDS]:
-        raise UserError(
-            f"{place}: a message has {', '.join(lost)}, which training would leave out: write what "
-            "it says into the content, or remove it."
-        )
+    others = [name for name, value in fields.items() if value and name not in FIELDS]
     weights = (None, 0, 1) if role == LEARNED else (None, 0)
-    if not isinstance(content, str) or role not in ROLES or weight not in weights:
+    if others or not isinstance(content, str) or role not in ROLES or weight not in weights:
         raise UserError(
             f'{place}: a message is {{"role": ..., "content": "..."}} with one of the roles '
-            f'{ROLES}, and perhaps "weight": 0, or 1 of the {LEARNED}; not {brief(message)}.'
+            f'{ROLES}, and perhaps "weight": 0, or 1 of the {LEARNED}. Training would leave out '
+            f"anything else, and this one has {brief(others or message)}."
         )
     return Message(role, content, role == LEARNED and weight != 0, begins, place)

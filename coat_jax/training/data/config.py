@@ -1,4 +1,4 @@
-"""What to train on, and what to evaluate on."""
+"""The data of a run: to train on, and to evaluate on."""
 
 import dataclasses
 from typing import Annotated, Literal
@@ -7,8 +7,6 @@ from coat_jax.errors import UserError
 from coat_jax.files import expand_user
 from coat_jax.validation import Between, CountOrZero, require_fields
 
-SourceKind = Literal["text", "chat"]
-TokenDtype = Literal["uint16", "uint32"]
 TEMPLATE = "<|{role}|>\n{content}{end}\n"
 
 
@@ -34,9 +32,9 @@ class DataConfig:
     train: tuple[str, ...] = ("corpus",)
     held_out: tuple[str, ...] = ()
     held_out_part: Annotated[float, Between(above=0, below=1)] = 0.01
-    kind: SourceKind = "text"
+    kind: Literal["text", "chat"] = "text"
     tokenizer: str | None = None
-    dtype: TokenDtype | None = None
+    dtype: Literal["uint16", "uint32"] | None = None
     end_of_text: CountOrZero | None = None
     template: str = TEMPLATE
 

@@ -8,7 +8,6 @@ Whole files are held out, every 20th, so that the held-out loss is over text tha
 """
 
 import functools
-import hashlib
 import sysconfig
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import UInt8
 
-from coat_jax.files import MissingFile
+from coat_jax.tokenizers import digest_of
 
 HELD_OUT = 20  # every n-th file is held out
 # Tests, what others installed, and the record of how this Python was built.
@@ -32,8 +31,8 @@ class Corpus(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """A hash of these bytes: two runs with the same digest read the same text."""
-        return hashlib.sha256(self.train.tobytes() + self.held_out.tobytes()).hexdigest()[:16]
+        """Returns a hash of these bytes: runs with the same digest read the same text."""
+        return digest_of(self.train.tobytes() + self.held_out.tobytes())
 
 
 @functools.cache  # a run loads the training part first, and the held-out part later
@@ -44,18 +43,12 @@ def load() -> Corpus:
 
 
 def files_of() -> tuple[list[Path], list[Path]]:
-    """The files to train on and those to evaluate on."""
+    """Returns the files to train on and those to evaluate on."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [
         path
         for path in sorted(root.rglob("*.py"))
         if not SKIPPED & set(path.relative_to(root).parts) and not path.name.startswith(BUILD)
     ]
-    if len(files) < HELD_OUT:
-        raise MissingFile(
-            f"Found {len(files)} source files of the standard library under {root}, and the corpus "
-            f"needs {HELD_OUT}. This Python has no sources; use one from python.org, pyenv, conda "
-            "or the system's packages."
-        )
     held_out = files[HELD_OUT - 1 :: HELD_OUT]
     return sorted(set(files) - set(held_out)), held_out

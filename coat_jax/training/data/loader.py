@@ -58,7 +58,8 @@ class Loader:
         self.description = rows.description
         if epochs is None and batch > len(rows):
             self.description += f"; each batch has {batch:,} rows, so it repeats some of them"
-        self._batch, self._seed, self._next = batch, seed, 0
+        self._batch, self._seed, self._read = batch, seed, 0
+        self._process, self._processes = process, processes
         # grain shuffles epoch e with seed + e: neighbouring seeds would share epochs.
         spread = int(np.random.SeedSequence(seed).generate_state(1)[0])
         self._ordered = grain.MapDataset.source(rows).shuffle(spread).repeat(epochs)
@@ -66,8 +67,6 @@ class Loader:
         if epochs is not None and missing:
             filling = grain.MapDataset.source([rows.padding]).repeat(missing)
             self._ordered = grain.MapDataset.concatenate([self._ordered, filling])
-        parts = self._ordered.batch(batch // processes, drop_remainder=True)
-        self._parts = parts[process::processes]
         self._reader: Any = None
 
     def __iter__(self) -> "Loader":
@@ -77,20 +76,22 @@ class Loader:
         import grain
 
         if self._reader is None:
+            following = self._ordered[self._read :]
+            parts = following.batch(self._batch // self._processes, drop_remainder=True)
             options = grain.ReadOptions(THREADS, BATCHES_AHEAD)
-            self._reader = iter(self._parts[self._next :].to_iter_dataset(options))
+            self._reader = iter(parts[self._process :: self._processes].to_iter_dataset(options))
         batch = next(self._reader)
-        self._next += 1
+        self._read += self._batch
         return batch
 
     def has_labels(self, batches: int) -> bool:
-        """Whether a row of the first `batches` batches adds to the loss."""
+        """Returns whether a row of the first `batches` batches adds to the loss."""
         rows = range(min(batches * self._batch, len(self._ordered)))
         return any(self.rows.has_labels(self._ordered[row]) for row in rows)
 
     def state(self) -> dict[str, Any]:
-        """The position of the iterator, for JSON: the same in every process."""
-        return {"data": self.rows.digest, "seed": self._seed, "rows": self._next * self._batch}
+        """Returns the iterator's position, for JSON: the same in every process."""
+        return {"data": self.rows.digest, "seed": self._seed, "rows": self._read}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Moves to where a loader of the same data stood; raises if the data differs."""
@@ -101,12 +102,7 @@ class Loader:
                     f"{name}={own!r}. Resume with the data, the sequence length and the seed that "
                     "it began with, or start a new run."
                 )
-        self._next, rest = divmod(state["rows"], self._batch)
-        if rest:
-            raise UserError(
-                f"The run to resume has read {state['rows']:,} rows, no multiple of "
-                f"batch={self._batch}. Resume with a batch that divides them."
-            )
+        self._read = state["rows"]
         self.close()
 
     def close(self) -> None:

@@ -13,7 +13,9 @@ from jaxtyping import Bool, Int, Int64, UInt
 
 from coat_jax.models import Batch
 from coat_jax.models.batches import IGNORED
-from coat_jax.training.data.rows import TextRows, pad, short_hash
+from coat_jax.printable import amount
+from coat_jax.tokenizers import digest_of
+from coat_jax.training.data.rows import TextRows, documents_of, pad
 
 
 class Documents(NamedTuple):
@@ -24,14 +26,14 @@ class Documents(NamedTuple):
     ends: Int64[np.ndarray, " D"]  # where each ends
 
     def part(self, numbers: range) -> "Documents":
-        """The documents of a range of indices."""
+        """Returns the documents of a range of indices."""
         edges = np.concatenate([[0], self.ends])[numbers.start : numbers.stop + 1]
         within = slice(edges[0], edges[-1])
         return Documents(self.tokens[within], self.learned[within], edges[1:] - edges[0])
 
 
 def plan(lengths: Int[np.ndarray, " D"], sequence: int, seed: int) -> list[list[int]]:
-    """The indices of the documents in each row."""
+    """Returns the indices of the documents in each row."""
     rows: list[list[int]] = []
     by_room: list[list[int]] = [[] for _ in range(sequence + 1)]
     rooms = 0  # bit r says that a row has room for r tokens: the best fit is the lowest bit
@@ -56,33 +58,26 @@ def plan(lengths: Int[np.ndarray, " D"], sequence: int, seed: int) -> list[list[
 class Packed(TextRows):
     """Documents that share rows."""
 
-    def __init__(
-        self, documents: Documents, *, sequence: int, seed: int, end_of_text: int | None = None
-    ):
+    def __init__(self, documents: Documents, *, sequence: int, seed: int, end_of_text: int | None):
         lengths = np.diff(documents.ends, prepend=0)
-        self.sequence, self.end_of_text = sequence, end_of_text
-        self.tokens = len(documents.tokens)
-        self.truncated = int(np.sum(lengths > sequence))
         self._documents, self._starts = documents, documents.ends - lengths
         self._plan = plan(lengths, sequence, seed)
-        digest = short_hash(*(hashlib.sha256(array.data).hexdigest() for array in documents))
-        self.digest = short_hash(digest, self._plan, sequence)
+        arrays = tuple(hashlib.sha256(array.data).hexdigest() for array in documents)
+        digested = digest_of(repr(arrays).encode()), self._plan, sequence
+        super().__init__(sequence, len(documents.tokens), end_of_text, digested)
+        if truncated := int(np.sum(lengths > sequence)):
+            self.description += f"; truncated to that length: {amount(truncated, 'document')}"
 
     def __len__(self) -> int:
         return len(self._plan)
 
     def __getitem__(self, row: int) -> Batch:
-        parts = [self._document(d, segment) for segment, d in enumerate(self._plan[row], 1)]
-        joined = Batch(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
-        return pad(joined, self.sequence)
-
-    def _document(self, number: int, segment: int) -> Batch:
-        """One document, its last token without a label."""
-        start, stop = self._starts[number], self._documents.ends[number]
-        tokens = self._documents.tokens[start:stop].astype(np.int32)
-        learned = self._documents.learned[start:stop]
-        labels = np.append(np.where(learned, tokens, IGNORED)[1:], np.int32(IGNORED))
-        row = slice(self.sequence)
-        tokens, labels = tokens[row], labels[row].astype(np.int32)
-        positions = np.arange(len(tokens), dtype=np.int32)
-        return Batch(tokens, labels, positions, np.full_like(tokens, segment))
+        tokens, learned, ends = self._documents
+        places = np.concatenate(
+            [np.arange(self._starts[d], ends[d])[: self.sequence] for d in self._plan[row]]
+        )
+        following = np.minimum(places + 1, len(tokens) - 1)
+        # In the tokens' own dtype, IGNORED would be a token.
+        labels = np.where(learned[following], tokens[following].astype(np.int32), IGNORED)
+        is_last = np.isin(places + 1, ends[self._plan[row]])
+        return pad(documents_of(tokens[places].astype(np.int32), labels, is_last), self.sequence)

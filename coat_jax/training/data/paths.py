@@ -5,6 +5,7 @@ not occur in the training data under another name.
 """
 
 import glob
+from collections.abc import Sequence
 from pathlib import Path
 
 from coat_jax.errors import UserError
@@ -15,7 +16,7 @@ TOKENS, CHAT = (".npy", ".bin"), ".jsonl"
 
 
 def files_of(patterns: tuple[str, ...]) -> list[Path]:
-    """The files that these paths and patterns name, in this order; those of a pattern by name."""
+    """Returns the files of these paths and patterns, in this order; those of a pattern by name."""
     named: dict[tuple[int, int], Path] = {}
     for pattern in patterns:
         for path in _files(pattern):
@@ -24,7 +25,7 @@ def files_of(patterns: tuple[str, ...]) -> list[Path]:
 
 
 def are_tokens(paths: list[Path]) -> bool:
-    """Whether these are token files; raises if only some are."""
+    """Returns whether these are token files; raises if only some are."""
     other = [path for path in paths if path.suffix.lower() not in TOKENS]
     if other and len(other) < len(paths):
         raise UserError(
@@ -34,25 +35,20 @@ def are_tokens(paths: list[Path]) -> bool:
     return not other
 
 
-def listing(paths: list[Path]) -> str:
-    """The first of these files by its name, and how many others there are."""
-    others = amount(len(paths) - 1, "other file")
-    return str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {others}"
+def listing(paths: Sequence[str | Path]) -> str:
+    """Returns the first of these files, and how many others there are."""
+    others = f" and {amount(len(paths) - 1, 'other file')}" if len(paths) > 1 else ""
+    return f"{paths[0]}{others}"
 
 
 def identity(path: Path) -> tuple[int, int]:
-    """An identity that all names of a file share, links included."""
+    """Returns an identity that all names of a file share, links included."""
     found = path.stat()
     return found.st_dev, found.st_ino
 
 
 def _files(pattern: str) -> list[Path]:
     path = expand_user(pattern)
-    if path.is_dir():
-        raise UserError(
-            f"{path} is a folder. Name its files by a pattern, as in '{path}/*.npy' or "
-            f"'{path}/*.txt'."
-        )
     found = [path]
     if glob.has_magic(str(path)) and not path.exists():
         # Path.glob would follow no links to folders.

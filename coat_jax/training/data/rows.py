@@ -12,18 +12,17 @@ stays within it. If no row has two documents, there are neither positions nor se
 is faster without them.
 """
 
-import hashlib
 import math
 from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Bool, Int32
 
 from coat_jax.errors import UserError
 from coat_jax.models import Batch
 from coat_jax.models.batches import IGNORED
-from coat_jax.printable import amount
+from coat_jax.tokenizers import digest_of
 from coat_jax.training.data.stream import Stream
 
 
@@ -33,53 +32,32 @@ class Rows(Protocol):
     Attributes:
         digest: names the data and how it is split.
         end_of_text: the token that ends a document, if one is known.
+        description: of the data, for the terminal.
+        padding: a row that adds nothing to a loss.
     """
 
     digest: str
     end_of_text: int | None
-
-    @property
-    def description(self) -> str:
-        """The data, for the terminal."""
-
-    @property
-    def padding(self) -> Any:
-        """A row that adds nothing to a loss."""
+    description: str
+    padding: Any
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, row: int) -> Any: ...
 
     def has_labels(self, row: Any) -> bool:
-        """Whether a row adds to the loss."""
+        """Returns whether a row adds to the loss."""
 
 
 class TextRows(Rows):
-    """Rows of tokens.
+    """Rows of `sequence` tokens, which have positions and segments if `end_of_text` is known."""
 
-    Attributes:
-        sequence: the length of each.
-        tokens: how many they hold together.
-        truncated: how many documents were longer than a row, and lost their ends.
-    """
-
-    sequence: int
-    tokens: int
-    truncated = 0
-
-    @property
-    def description(self) -> str:
-        """See `Rows`."""
-        text = f"{self.tokens:,} tokens in {len(self):,} rows of {self.sequence:,}"
-        if self.truncated:
-            text += f"; truncated to that length: {amount(self.truncated, 'document')}"
-        return text
-
-    @property
-    def padding(self) -> Batch:
-        """See `Rows`."""
-        nothing: Batch = jax.tree.map(np.zeros_like, self[0])
-        return nothing._replace(labels=nothing.labels + IGNORED)
+    def __init__(self, sequence: int, tokens: int, end_of_text: int | None, digested: Any):
+        self.sequence, self.tokens, self.end_of_text = sequence, tokens, end_of_text
+        self.digest = digest_of(repr(digested).encode())
+        self.description = f"{tokens:,} tokens in {len(self):,} rows of {sequence:,}"
+        fields = 2 if end_of_text is None else len(Batch._fields)
+        self.padding = pad(Batch(*[np.empty(0, np.int32)] * fields), sequence)
 
     def has_labels(self, row: Batch) -> bool:
         """See `Rows`."""
@@ -96,40 +74,35 @@ class Windows(TextRows):
                 f"sequence of {sequence:,} and the token after it. Give more data, lower "
                 "sequence_length, change data.held_out_part, or name files in data.held_out."
             )
-        self.sequence, self.tokens, self.end_of_text = sequence, len(part), end_of_text
         self._stream, self._part = stream, part
-        self.digest = short_hash(stream.digest(part), part.start, end_of_text, sequence)
+        digested = stream.digest(part), part.start, end_of_text, sequence
+        super().__init__(sequence, len(part), end_of_text, digested)
 
     def __len__(self) -> int:
-        return math.ceil((self.tokens - 1) / self.sequence)
+        return math.ceil((len(self._part) - 1) / self.sequence)
 
     def __getitem__(self, row: int) -> Batch:
         start = self._part.start + row * self.sequence
         tokens = self._stream.read(start, min(start + self.sequence + 1, self._part.stop))
+        inputs, labels = tokens[:-1], tokens[1:]
         if self.end_of_text is None:
-            return pad(Batch(tokens[:-1], tokens[1:]), self.sequence)
-        return pad(documents_of(tokens, self.end_of_text), self.sequence)
+            return pad(Batch(inputs, labels), self.sequence)
+        return pad(documents_of(inputs, labels, inputs == self.end_of_text), self.sequence)
 
 
-def short_hash(*values: object) -> str:
-    """A name of 16 hexadecimal digits for these values."""
-    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
-
-
-def documents_of(tokens: Int32[np.ndarray, " S+1"], end_of_text: int) -> Batch:
-    """One row of tokens and the token after them; `end_of_text` is the last of a document."""
-    inputs, labels = tokens[:-1], tokens[1:].copy()
-    place = np.arange(len(inputs), dtype=np.int32)
-    ends = inputs == end_of_text
-    labels[ends] = IGNORED
+def documents_of(
+    tokens: Int32[np.ndarray, " S"], labels: Int32[np.ndarray, " S"], ends: Bool[np.ndarray, " S"]
+) -> Batch:
+    """Returns a row of documents; `ends` says which tokens are the last ones of theirs."""
+    place = np.arange(len(tokens), dtype=np.int32)
     begins = np.concatenate([[False], ends[:-1]])
     segments = 1 + np.cumsum(begins, dtype=np.int32)
     positions = place - np.maximum.accumulate(np.where(begins, place, 0))
-    return Batch(inputs, labels, positions, segments)
+    return Batch(tokens, np.where(ends, np.int32(IGNORED), labels), positions, segments)
 
 
 def pad(row: Batch, sequence: int) -> Batch:
-    """The row at this length. Padding has segment 0 and no labels."""
+    """Returns the row at this length. Padding has segment 0 and no labels."""
     missing = (0, sequence - len(row.tokens))
     labels: Any = np.pad(row.labels, missing, constant_values=IGNORED)
     return jax.tree.map(lambda array: np.pad(array, missing), row)._replace(labels=labels)

@@ -5,7 +5,7 @@ No file is both trained on and held out, and one tokenizer makes the tokens of b
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -18,15 +18,13 @@ from coat_jax.training.data.config import DataConfig
 from coat_jax.training.data.packing import Packed
 from coat_jax.training.data.paths import are_tokens, files_of, identity
 from coat_jax.training.data.rows import TextRows, Windows
-from coat_jax.training.data.stream import Stream
-from coat_jax.training.data.token_files import open_files, sidecar_of
+from coat_jax.training.data.stream import Stream, open_files, read_notes
 from coat_jax.training.data.tokenizing import in_memory
 from coat_jax.validation import brief
 
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 CORPUS = "corpus"  # in place of paths: the built-in one
-UNKNOWN = "unknown"  # in place of the digest of a tokenizer
 SEARCHED = 1 << 24  # how many tokens are searched for the beginning of a document
 
 
@@ -45,17 +43,37 @@ def rows_of(
     if split not in SPLITS:
         raise UserError(f"There is no split {brief(split)}: use {' or '.join(map(repr, SPLITS))}.")
     files = {name: _files(config, name) for name in SPLITS if getattr(config, name)}
+    notes = {name: read_notes(of) if are_tokens(of) else {} for name, of in files.items()}
     _require_apart(files)
-    _require_one_tokenizer(config, files)
+    _require_one_tokenizer(config, files, notes)
     source = split if split in files else "train"  # of which the end is held out
     rows: TextRows
     if config.kind == "chat":
         rows = _conversations(config, split, files[source], sequence, vocab, seed)
-    elif CORPUS in getattr(config, source):
-        stream = Stream({f"the corpus ({split})": getattr(corpus.load(), split)}, vocab)
-        rows = Windows(stream, range(len(stream)), sequence=sequence, end_of_text=None)
     else:
-        rows = _windows(config, split, files[source], sequence, vocab)
+        if CORPUS in getattr(config, source):
+            end_of_text = None
+            stream = Stream({f"the corpus ({split})": getattr(corpus.load(), split)}, vocab)
+        elif are_tokens(files[source]):
+            noted, end_of_text = notes[source], config.end_of_text
+            _require_vocab(f"The data in {files[source][0].parent}", noted.get("vocab", 0), vocab)
+            if end_of_text is None:
+                end_of_text = noted.get("end_of_text")
+            else:
+                _require_vocab(f"data.end_of_text={end_of_text}", end_of_text + 1, vocab)
+            stream = Stream(open_files(files[source], dtype=config.dtype), vocab)
+        else:
+            tokenizer = _tokenizer(config, vocab)
+            end_of_text = tokenizer.end_of_text
+            parts = {str(files[source][0]): in_memory(files[source], tokenizer)}
+            stream = Stream(parts, vocab)
+        part = range(len(stream))
+        if not config.held_out and CORPUS not in config.train:
+            boundary = len(part) - round(config.held_out_part * len(part))
+            if end_of_text is not None and boundary < len(part):
+                boundary = _document_at(stream, boundary, end_of_text)
+            part = part[:boundary] if split == "train" else part[boundary:]
+        rows = Windows(stream, part, sequence=sequence, end_of_text=end_of_text)
     # Usually one of the first rows has a label.
     if not any(rows.has_labels(rows[row]) for row in range(len(rows))):
         raise UserError(
@@ -72,7 +90,7 @@ def _files(config: DataConfig, split: Split) -> list[Path]:
     patterns: tuple[str, ...] = getattr(config, split)
     if CORPUS not in patterns:
         return files_of(patterns)
-    if len(patterns) > 1 or config.kind == "chat" or (config.tokenizer and split == "train"):
+    if len(patterns) > 1 or config.kind == "chat" or config.tokenizer:
         raise UserError(
             f"data.{split}={patterns} names the built-in corpus, which is text as bytes: it takes "
             "no other files, no data.tokenizer, and no data.kind 'chat'. Name files instead."
@@ -88,21 +106,17 @@ def _require_apart(files: Mapping[Split, list[Path]]) -> None:
         raise UserError(f"{path} is named in data.train and in data.held_out: use it in one.")
 
 
-def _require_one_tokenizer(config: DataConfig, files: Mapping[Split, list[Path]]) -> None:
-    """Raises if `data.tokenizer`, the training data and the held-out data are known to differ."""
+def _require_one_tokenizer(
+    config: DataConfig, files: Mapping[Split, list[Path]], notes: Mapping[Split, dict[str, Any]]
+) -> None:
+    """Raises unless `data.tokenizer`, the training data and the held-out data agree."""
     path = config.tokenizer
     named = None if path is None else digest_of(read_bytes(Path(path), "tokenizer file"))
     made = {"data.tokenizer": named} if named else {}
     for split, paths in files.items():
-        if CORPUS in getattr(config, split):
-            made[f"data.{split}"] = Bytes.digest
-        elif not are_tokens(paths):
-            made[f"data.{split}"] = named or Bytes.digest
-        else:
-            notes = sidecar_of(paths)
-            made[f"data.{split}"] = notes["tokenizer"] if notes else named or UNKNOWN
-    kinds = set(made.values())
-    if len(kinds - {UNKNOWN}) > 1 or kinds == {UNKNOWN, Bytes.digest}:
+        unnoted = named or ("unknown" if are_tokens(paths) else Bytes.digest)
+        made[f"data.{split}"] = notes[split].get("tokenizer", unnoted)
+    if len(set(made.values())) > 1:
         raise UserError(
             f"The data have several tokenizers: {', '.join(f'{k} {v}' for k, v in made.items())}. "
             "Use one for all. data.tokenizer names that of text, and of token files that `coat "
@@ -110,37 +124,27 @@ def _require_one_tokenizer(config: DataConfig, files: Mapping[Split, list[Path]]
         )
 
 
-# --- Readers ---------------------------------------------------------------------------------
+def _tokenizer(config: DataConfig, vocab: int, *, template: str = "") -> AnyTokenizer:
+    tokenizer = document_tokenizer(config.tokenizer, config.end_of_text, template=template)
+    _require_vocab(config.tokenizer or "Text as bytes", tokenizer.vocab, vocab)
+    return tokenizer
 
 
-def _windows(
-    config: DataConfig, split: Split, files: list[Path], sequence: int, vocab: int
-) -> Windows:
-    """Rows of token files or of text."""
-    if are_tokens(files):
-        notes = sidecar_of(files) or {"vocab": 0, "end_of_text": None}
-        _require_vocab(f"The data in {files[0].parent}", notes["vocab"], vocab)
-        end_of_text = notes["end_of_text"] if config.end_of_text is None else config.end_of_text
-        if end_of_text is not None:
-            _require_vocab(f"data.end_of_text={end_of_text}", end_of_text + 1, vocab)
-        stream = Stream(open_files(files, dtype=config.dtype), vocab)
-    else:
-        tokenizer = _tokenizer(config, vocab)
-        stream = Stream({str(files[0]): in_memory(files, tokenizer)}, vocab)
-        end_of_text = tokenizer.end_of_text
-    part = range(len(stream))
-    if not config.held_out:
-        boundary = len(stream) - round(config.held_out_part * len(stream))
-        if end_of_text is not None and boundary < len(stream):
-            boundary = _document_at(stream, boundary, end_of_text)
-        part = part[:boundary] if split == "train" else part[boundary:]
-    return Windows(stream, part, sequence=sequence, end_of_text=end_of_text)
+def _require_vocab(what: str, needed: int, vocab: int) -> None:
+    if needed > vocab:
+        raise UserError(
+            f"{what} needs a vocabulary of {needed:,}, and the model has one of {vocab:,}. Give it "
+            f"at least that, as with --model.vocab {needed}."
+        )
+
+
+# --- Which part is held out --------------------------------------------------------------------
 
 
 def _document_at(stream: Stream, place: int, end_of_text: int) -> int:
-    """Where the first document after a place begins, or else the document at the place.
+    """Returns where the first document after a place begins, or else the document at the place.
 
-    If more than a tenth of all tokens follow the beginning of the latter: the place itself.
+    If the latter is longer than a tenth of all tokens, returns the place itself.
     """
     start = min(place, max(place - SEARCHED, len(stream) - len(stream) // 10))
     searched = stream.read(start, min(place + SEARCHED, len(stream)))
@@ -158,17 +162,3 @@ def _conversations(
         boundary = count - max(round(config.held_out_part * count), 1)
         documents = documents.part(range(boundary) if split == "train" else range(boundary, count))
     return Packed(documents, sequence=sequence, seed=seed, end_of_text=tokenizer.end_of_text)
-
-
-def _tokenizer(config: DataConfig, vocab: int, *, template: str = "") -> AnyTokenizer:
-    tokenizer = document_tokenizer(config.tokenizer, config.end_of_text, template=template)
-    _require_vocab(config.tokenizer or "Text as bytes", tokenizer.vocab, vocab)
-    return tokenizer
-
-
-def _require_vocab(what: str, needed: int, vocab: int) -> None:
-    if needed > vocab:
-        raise UserError(
-            f"{what} needs a vocabulary of {needed:,}, and the model has one of {vocab:,}. Give it "
-            f"at least that, as with --model.vocab {needed}."
-        )

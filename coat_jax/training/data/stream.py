@@ -1,30 +1,56 @@
-"""A stream: many files or arrays, read as one long array of tokens.
+"""A stream: token files, or tokens in memory, read as one long array.
 
-Nothing is loaded before it is read. Every token that is read is compared with the vocabulary:
-that costs microseconds a row, where a scan of all data beforehand could take hours. The
-digest reads samples when the data is opened, so most wrong files fail at once.
+    .npy                 NumPy's format, of one axis: what `coat tokenize` writes
+    .npy without header  raw, as OLMo's data
+    .bin                 raw, as nanoGPT's data
+
+Tokens are uint16 or uint32; raw files do not contain their dtype, so the config must give it. Of a
+file only what is read is in memory. Every token that is read is compared with the vocabulary: that
+costs microseconds a row, where a scan of all data beforehand could take hours. The digest reads
+samples when the data is opened, so most wrong files fail at once.
 """
 
 import bisect
+import dataclasses
 import hashlib
 import itertools
 from collections.abc import Mapping
-from typing import Protocol
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int32, UInt
 
+from coat_jax import manifest
 from coat_jax.errors import UserError
+from coat_jax.files import read_json
+from coat_jax.training.data.paths import listing
+from coat_jax.validation import Count, CountOrZero, require
 
+SIDECAR = "tokens.json"
+NOTED = {"vocab": Count, "end_of_text": CountOrZero, "tokenizer": str}
+NUMPY_MAGIC = b"\x93NUMPY"
+CHECKED = 8 << 30  # bytes of files that are compared with their manifest: a few seconds
+LOOKED_AT = 4096  # tokens from which a wrong dtype is recognized
 SAMPLES, SAMPLE = 256, 1 << 16  # a digest reads this many pieces, of this many tokens
 
 
-class Tokens(Protocol):
-    """Tokens in memory or in a file; what is read of them is an array."""
+@dataclasses.dataclass(frozen=True)
+class TokenFile:
+    """A file, of which a slice is read each time: it is neither in memory nor held open."""
 
-    def __len__(self) -> int: ...
+    path: Path
+    dtype: np.dtype
+    offset: int  # of the first token, in bytes
+    length: int  # in tokens
 
-    def __getitem__(self, part: slice, /) -> UInt[np.ndarray, " N"]: ...
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, part: slice) -> UInt[np.ndarray, " N"]:
+        start, stop, _ = part.indices(self.length)
+        offset = self.offset + start * self.dtype.itemsize
+        return np.fromfile(self.path, self.dtype, stop - start, offset=offset)
 
 
 class Stream:
@@ -35,21 +61,16 @@ class Stream:
         vocab: the model's vocabulary; reading a token outside it raises UserError.
     """
 
-    def __init__(self, parts: Mapping[str, Tokens], vocab: int):
-        self._names, self._parts, self._vocab = list(parts), list(parts.values()), vocab
+    def __init__(self, parts: Mapping[str, TokenFile | UInt[np.ndarray, " _"]], vocab: int):
+        self.name, self._vocab = listing([*parts]), vocab
+        self._names, self._parts = list(parts), list(parts.values())
         self._ends = list(itertools.accumulate(map(len, self._parts)))
 
     def __len__(self) -> int:
         return self._ends[-1]
 
-    @property
-    def name(self) -> str:
-        """The first part, and how many there are besides."""
-        others = len(self._names) - 1
-        return self._names[0] + (f" and {others:,} more" if others else "")
-
     def read(self, start: int, stop: int) -> Int32[np.ndarray, " N"]:
-        """The tokens from `start` to before `stop`."""
+        """Returns the tokens from `start` to before `stop`."""
         read, at = [], start
         while at < stop:
             number = bisect.bisect_right(self._ends, at)
@@ -67,8 +88,73 @@ class Stream:
         return np.concatenate(read, dtype=np.int32, casting="unsafe")
 
     def digest(self, part: range) -> str:
-        """A hash of these tokens: of all of them if they are few, otherwise of many samples."""
+        """Returns a hash of these tokens: of all if they are few, otherwise of many samples."""
         hashed = hashlib.sha256(str(len(part)).encode())
         for start in part[:: max(SAMPLE, len(part) // SAMPLES)]:
             hashed.update(self.read(start, min(start + SAMPLE, part.stop)))
         return hashed.hexdigest()
+
+
+def open_files(paths: list[Path], *, dtype: str | None) -> dict[str, TokenFile]:
+    """Looks at the headers and sizes of token files; returns them by their names.
+
+    Args:
+        paths: the files.
+        dtype: of those without a header; None is uint16.
+    """
+    files = {str(path): _open(path, np.dtype(dtype or np.uint16)) for path in paths}
+    if sum(path.stat().st_size for path in paths) <= CHECKED:
+        for path in paths:
+            manifest.check_if_listed(path.parent, path.name)
+    return files
+
+
+def read_notes(paths: list[Path]) -> dict[str, Any]:
+    """Returns the `tokens.json` that `coat tokenize` wrote beside these files; empty if none is."""
+    notes = []
+    for path in sorted({path.parent / SIDECAR for path in paths}):
+        manifest.check_if_listed(path.parent, SIDECAR)
+        found = read_json(path) if path.exists() else {}
+        required = NOTED if path.exists() else {}
+        notes.append({n: require(f"{path}: {n}", found.get(n), of) for n, of in required.items()})
+        if notes[-1] != notes[0]:
+            raise UserError(f"{path} and others name different tokenizers: train on files of one.")
+    return notes[0]
+
+
+def _open(path: Path, raw_dtype: np.dtype) -> TokenFile:
+    """Finds the tokens by NumPy's header, if the file has one; otherwise by its size."""
+    with path.open("rb") as file:
+        if file.read(len(NUMPY_MAGIC)) == NUMPY_MAGIC:
+            return _open_numpy(path)
+    size = path.stat().st_size
+    if size % raw_dtype.itemsize:
+        raise UserError(
+            f"{path} has {size:,} bytes, no multiple of {raw_dtype.name}'s {raw_dtype.itemsize}: "
+            "it is damaged, or holds something else."
+        )
+    # Where uint32 is read as uint16, every second number is small. No vocabulary would refuse it.
+    tokens = np.fromfile(path, raw_dtype, LOOKED_AT)
+    low, high = tokens[::2], tokens[1::2]
+    if raw_dtype == np.uint16 and len(tokens) == LOOKED_AT and low.max() > 16 > high.max():
+        raise UserError(
+            f"{path} does not look like uint16: every second number is at most {high.max()}. Set "
+            "data.dtype to uint32."
+        )
+    return TokenFile(path, raw_dtype, 0, size // raw_dtype.itemsize)
+
+
+def _open_numpy(path: Path) -> TokenFile:
+    try:
+        array = np.lib.format.open_memmap(path, mode="r")
+    except Exception as error:  # NumPy parses the header as Python, which fails in many ways
+        raise UserError(
+            f"{path} is not a complete .npy file of tokens: {error!r}. It is damaged or was not "
+            "copied whole."
+        ) from None
+    if array.ndim != 1 or array.dtype not in (np.uint16, np.uint32):
+        raise UserError(
+            f"{path} holds {array.dtype.name}{list(array.shape)}. Tokens are an array of one axis, "
+            "uint16 or uint32 of this machine's byte order."
+        )
+    return TokenFile(path, array.dtype, array.offset, len(array))

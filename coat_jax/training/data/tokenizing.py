@@ -24,10 +24,10 @@ from jaxtyping import UInt
 
 from coat_jax import manifest
 from coat_jax.errors import UserError
-from coat_jax.files import parse_json, utf8_failures
+from coat_jax.files import json_lines, utf8_failures
 from coat_jax.tokenizers import AnyTokenizer
 from coat_jax.training.data.paths import CHAT, listing
-from coat_jax.training.data.token_files import SIDECAR
+from coat_jax.training.data.stream import SIDECAR
 from coat_jax.validation import brief
 from coat_jax.writing import atomic_folder, full_disk, require_new_folder
 
@@ -53,17 +53,14 @@ class Piece(NamedTuple):
 
 
 def pieces(paths: list[Path]) -> Iterator[Piece]:
-    """The documents of these files, in order; empty ones are left out."""
+    """Yields the documents of these files, in order, without empty ones."""
     for path in paths:
         if path.suffix.lower() == CHAT:
-            for place, record, size in records(path):
+            for place, record, size in json_lines(path):
                 if not isinstance(text := record.get("text"), str):
-                    chat = (
-                        " For conversations, set --data.kind chat." if "messages" in record else ""
-                    )
                     raise UserError(
                         f'{place} has no "text" that is a string; its keys are '
-                        f"{brief(sorted(record))}.{chat}"
+                        f"{brief(sorted(record))}. For conversations, set --data.kind chat."
                     )
                 for piece in _document(io.StringIO(text, newline="\n"), place):
                     yield piece._replace(size=size if piece.last else 0)
@@ -72,25 +69,12 @@ def pieces(paths: list[Path]) -> Iterator[Piece]:
                 yield from _document(file, str(path))
 
 
-def records(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """The lines of a .jsonl: where each stands, what it says, and its size in bytes."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            place = f"{path}:{number}"
-            if not line.strip():
-                continue
-            record = parse_json(line.rstrip(), place)
-            if not isinstance(record, dict):
-                raise UserError(f"{place} is not a JSON object, but {type(record).__name__}.")
-            yield place, record, len(line)
-
-
 def encode(
-    tokenizer: AnyTokenizer, texts: Sequence[str], continued: Sequence[bool], places: Sequence[str]
+    tokenizer: AnyTokenizer, texts: Sequence[str], places: Sequence[str], *, continued: bool
 ) -> list[np.ndarray]:
-    """The tokens of each text; an error names the place of the text that it is about."""
+    """Returns the tokens of each text; an error names the place of the text that it is about."""
     try:
-        return tokenizer.encode_documents(texts, continued)
+        return tokenizer.encode_documents(texts, continued=continued)
     except UserError:
         for text, place in zip(texts, places, strict=True):
             try:
@@ -101,7 +85,7 @@ def encode(
 
 
 def _document(file: TextIO, place: str) -> Iterator[Piece]:
-    """The pieces of a text, each with some lines."""
+    """Yields the pieces of a text, each with some lines."""
     texts = iter(lambda: file.read(PIECE) + file.readline(PIECE), "")
     following = itertools.pairwise(itertools.chain(texts, [""]))
     for number, (text, after) in enumerate(following):
@@ -121,26 +105,26 @@ class Encoded(NamedTuple):
 
 
 def encode_files(paths: list[Path], tokenizer: AnyTokenizer) -> Iterator[Encoded]:
-    """The tokens of all documents, in order; some are computed ahead, in threads."""
+    """Yields the tokens of all documents, in order; threads compute some ahead."""
     end = np.array([tokenizer.end_of_text], tokenizer.dtype)
 
     def encode_batch(batch: list[Piece]) -> Encoded:
         texts, firsts, lasts, sizes, places = zip(*batch, strict=True)
-        found = encode(tokenizer, texts, [not first for first in firsts], places)
+        found = encode(tokenizer, texts, places, continued=not firsts[0])
         ends = [end if last else end[:0] for last in lasts]
         tokens = np.concatenate([*itertools.chain(*zip(found, ends, strict=True))])
         return Encoded(tokens, sum(lasts), lasts[-1], sum(sizes))
 
     read = 0
 
-    def batch_number(piece: Piece) -> int:
+    def batch_of(piece: Piece) -> tuple[int, bool]:
         nonlocal read
         read += len(piece.text)
-        return read // TOGETHER
+        return read // TOGETHER, piece.first
 
     with ThreadPoolExecutor(AHEAD) as pool:  # tokenizers release the GIL
         waiting: collections.deque[Future[Encoded]] = collections.deque()
-        for _, batch in itertools.groupby(pieces(paths), batch_number):
+        for _, batch in itertools.groupby(pieces(paths), batch_of):
             waiting.append(pool.submit(encode_batch, list(batch)))
             if len(waiting) > AHEAD:
                 yield waiting.popleft().result()
@@ -159,7 +143,7 @@ def require_small(paths: list[Path], limit: int, remedy: str) -> None:
 
 
 def in_memory(paths: list[Path], tokenizer: AnyTokenizer) -> UInt[np.ndarray, " N"]:
-    """All tokens at once; raises if the text is large."""
+    """Returns all tokens at once; raises if the text is large."""
     remedy = "Run `coat tokenize` once, and train on the files that it writes."
     require_small(paths, IN_MEMORY, remedy)
     parts = (part.tokens for part in encode_files(paths, tokenizer))

@@ -16,7 +16,7 @@ def windows_of(tokens, sequence, end_of_text=None, kind=Windows):
     return kind(stream, range(len(tokens)), sequence=sequence, end_of_text=end_of_text)
 
 
-def numbered(rows, sequence=4, **kind):
+def counting_rows(rows, sequence=4, **kind):
     """Rows of a stream in which the tokens are 0, 1, 2, ...: row r begins with r * sequence."""
     return windows_of(range(rows * sequence + 1), sequence, **kind)
 
@@ -27,11 +27,11 @@ def numbers_of(batch, sequence=4):
     return (batch.tokens[real, 0] // sequence).tolist()
 
 
-def named(*paths, **changes):
+def config_of(*paths, **changes):
     return DataConfig(train=tuple(map(str, paths)), **changes)
 
 
-def opened(config, split="train", *, batch=1, sequence=8, vocab=1000):
+def loader_of(config, split="train", *, batch=1, sequence=8, vocab=1000):
     rows = rows_of(config, split=split, sequence=sequence, vocab=vocab)
     return Loader(rows, batch=batch, seed=0, epochs=1)
 

@@ -36,7 +36,7 @@ def test_no_document_is_missing_no_row_too_full_and_no_two_would_fit_in_one(leng
 @given(lengths)
 def test_every_token_is_in_one_place_and_learned_ones_are_labels_one_place_ahead(lengths):
     documents = documents_of(lengths)
-    packed = Packed(documents, sequence=SEQUENCE, seed=0)
+    packed = Packed(documents, sequence=SEQUENCE, seed=0, end_of_text=0)
     starts = (documents.ends - lengths).tolist()
     whole = [list(range(s, e)) for s, e in zip(starts, documents.ends.tolist(), strict=True)]
     found, labels = {}, []
@@ -55,8 +55,8 @@ def test_every_token_is_in_one_place_and_learned_ones_are_labels_one_place_ahead
 
 
 def test_documents_that_are_too_long_are_truncated_and_counted():
-    packed = Packed(documents_of([11, 3, 20, SEQUENCE]), sequence=SEQUENCE, seed=0)
-    assert packed.truncated == 2  # the last fits
+    packed = Packed(documents_of([11, 3, 20, SEQUENCE]), sequence=SEQUENCE, seed=0, end_of_text=0)
+    assert packed.description.endswith("truncated to that length: 2 documents")  # the last fits
     rows = {row.tokens[0]: row for row in rows_of(packed)}
     assert rows[0].tokens.tolist() == list(range(8))
     # The token after the cut is still predicted.
@@ -73,7 +73,7 @@ def test_packing_is_nearly_full():
 def test_other_documents_or_another_plan_have_another_digest():
     cases = ([3, 4, 2], 8, 0), ([4, 3, 2], 8, 0), ([3, 4, 2], 7, 0), ([3, 4, 2], 8, 1)
     digests = {
-        Packed(documents_of(lengths), sequence=sequence, seed=seed).digest
+        Packed(documents_of(lengths), sequence=sequence, seed=seed, end_of_text=0).digest
         for lengths, sequence, seed in cases
     }
     assert len(digests) == 4

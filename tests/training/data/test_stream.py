@@ -1,19 +1,18 @@
-"""Laws of token files: every layout holds the same tokens, and what is not tokens is refused."""
+"""Laws of streams: every layout holds the same tokens, and what is not tokens is refused."""
 
 import itertools
 
 import numpy as np
 import pytest
-from data_cases import named, opened
+from data_cases import config_of, loader_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from coat_jax.errors import UserError
 from coat_jax.manifest import DamagedCheckpoint
 from coat_jax.tokenizers import Bytes
-from coat_jax.training.data import token_files, tokenizing
-from coat_jax.training.data.stream import Stream
-from coat_jax.training.data.token_files import open_files, sidecar_of
+from coat_jax.training.data import stream, tokenizing
+from coat_jax.training.data.stream import Stream, open_files, read_notes
 
 TOKENS = np.arange(5000) * 7 % 4999
 
@@ -33,18 +32,11 @@ def raw(path, dtype):
     return path.with_suffix(".bin")
 
 
-def llm_c(path, dtype):
-    header = np.zeros(256, np.int32)
-    header[:3] = (20240520, 1, len(TOKENS)) if dtype == "uint16" else (20240801, 7, len(TOKENS))
-    path.with_suffix(".bin").write_bytes(header.tobytes() + TOKENS.astype(dtype).tobytes())
-    return path.with_suffix(".bin")
-
-
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-@pytest.mark.parametrize("layout", [npy, npy_without_header, raw, llm_c])
+@pytest.mark.parametrize("layout", [npy, npy_without_header, raw])
 def test_every_layout_holds_the_same_tokens(layout, dtype, tmp_path):
-    told = dtype if layout in (npy_without_header, raw) else None
-    (file,) = open_files([layout(tmp_path / "tokens", dtype)], dtype=told).values()
+    asked = None if layout is npy else dtype
+    (file,) = open_files([layout(tmp_path / "tokens", dtype)], dtype=asked).values()
     assert len(file) == len(TOKENS)
     read = file[10:4000]
     assert read.dtype == dtype
@@ -65,22 +57,22 @@ def test_a_file_is_not_loaded(tmp_path):
     """A row of a file that is larger than any memory (and empty on disk)."""
     with (tmp_path / "large.bin").open("wb") as file:
         file.truncate(1 << 36)
-    loader = opened(named(tmp_path / "large.bin"), vocab=1)
+    loader = loader_of(config_of(tmp_path / "large.bin"), vocab=1)
     assert len(loader.rows) > 1 << 31
     assert next(loader).tokens.tolist() == [[0] * 8]
     loader.close()
 
 
 def test_a_token_outside_the_vocabulary_is_named(tmp_path, monkeypatch):
-    """When the data are opened; or in a batch, if no sample had it."""
+    """When the data are loader_of; or in a batch, if no sample had it."""
     for number, bad in enumerate([99, 100]):
         np.save(tmp_path / f"{number}.npy", np.array([*range(50), bad, 1, 2], np.uint16))
     with pytest.raises(ValueError, match=r"1.npy: token 50 is 100, .* vocabulary of 100"):
-        opened(named(tmp_path / "*.npy"), vocab=100)
-    monkeypatch.setattr("coat_jax.training.data.stream.SAMPLES", 1)
-    monkeypatch.setattr("coat_jax.training.data.stream.SAMPLE", 8)
+        loader_of(config_of(tmp_path / "*.npy"), vocab=100)
+    monkeypatch.setattr(stream, "SAMPLES", 1)
+    monkeypatch.setattr(stream, "SAMPLE", 8)
     np.save(tmp_path / "a.npy", np.array([1] * 60 + [300] + [1] * 39, np.uint16))
-    loader = opened(named(tmp_path / "a.npy", held_out_part=0.2), batch=10, vocab=256)
+    loader = loader_of(config_of(tmp_path / "a.npy", held_out_part=0.2), batch=10, vocab=256)
     with pytest.raises(ValueError, match=r"a.npy: token 60 is 300"):
         next(loader)
     loader.close()
@@ -102,9 +94,7 @@ def test_an_array_that_is_not_tokens_is_refused(array, named, tmp_path):
         open_files([tmp_path / "wrong.npy"], dtype=None)
 
 
-@pytest.mark.parametrize(
-    "shape", ["(4611686018427387904,)", "(-1,)", "(9,)", "(" * 99, "(9, 'x')", "True"]
-)
+@pytest.mark.parametrize("shape", ["(4611686018427387904,)", "(-1,)", "(9,)", "(" * 99])
 def test_a_header_that_is_not_true_is_refused(shape, tmp_path):
     """NumPy parses it as Python, and believes it."""
     header = f"{{'descr': '<u2', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
@@ -115,21 +105,18 @@ def test_a_header_that_is_not_true_is_refused(shape, tmp_path):
 
 
 def test_files_that_are_not_what_they_should_be_are_refused(tmp_path):
-    """Not copied whole, half a token, of several dtypes, of another dtype than is said."""
-    for layout, words in ((npy, "is not a complete"), (llm_c, "has .* not copied whole")):
-        cut = layout(tmp_path / "cut", "uint16")
-        cut.write_bytes(cut.read_bytes()[:-100])
-        with pytest.raises(ValueError, match=rf"{cut.name} {words}"):
-            open_files([cut], dtype=None)
+    """Not copied whole, half a token, of another dtype than is said."""
+    cut = npy(tmp_path / "cut", "uint16")
+    cut.write_bytes(cut.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"cut.npy is not a complete"):
+        open_files([cut], dtype=None)
     (tmp_path / "odd.bin").write_bytes(b"123")
     with pytest.raises(ValueError, match=r"odd.bin has 3 bytes, no multiple of uint16's 2"):
         open_files([tmp_path / "odd.bin"], dtype=None)
-    with pytest.raises(ValueError, match=r"b.npy holds uint32, and .*a.npy uint16"):
-        open_files([npy(tmp_path / "a", "uint16"), npy(tmp_path / "b", "uint32")], dtype=None)
     with pytest.raises(ValueError, match=r"does not look like uint16.* Set data.dtype to uint32"):
         open_files([raw(tmp_path / "a", "uint32")], dtype=None)
     with pytest.raises(ValueError, match=r"token 0 is [\d,]+, .* of another dtype"):
-        opened(named(raw(tmp_path / "a", "uint16"), dtype="uint32"), vocab=50304)
+        loader_of(config_of(raw(tmp_path / "a", "uint16"), dtype="uint32"), vocab=50304)
 
 
 def folder_with(folder, notes):
@@ -143,26 +130,23 @@ NOTES = '{"vocab": 9, "end_of_text": 3, "tokenizer": "x"}'
 
 def test_notes_beside_files_are_read_and_must_name_one_tokenizer(tmp_path):
     one = folder_with(tmp_path / "a", NOTES)
-    assert sidecar_of([one]) == {"vocab": 9, "end_of_text": 3, "tokenizer": "x"}
+    assert read_notes([one]) == {"vocab": 9, "end_of_text": 3, "tokenizer": "x"}
     other = folder_with(tmp_path / "b", NOTES.replace('"x"', '"y"'))
     with pytest.raises(ValueError, match="different tokenizers"):
-        sidecar_of([one, other])
+        read_notes([one, other])
 
 
 @pytest.mark.parametrize(
     ("notes", "message"),
     [
         ("{", "is not JSON"),
-        ("[]", "is not a JSON object, but list"),
         ('{"vocab": 9}', "end_of_text=None must be a whole number from 0"),
         (NOTES.replace("9", "1e999"), "vocab=inf must be a whole number from 1"),
-        (NOTES.replace("3", "-1"), "end_of_text=-1 must be a whole number from 0"),
-        (NOTES.replace('"x"', "null"), "tokenizer=None must be text"),
     ],
 )
 def test_damaged_notes_are_refused(notes, message, tmp_path):
     with pytest.raises(UserError, match=rf"tokens.json:? {message}"):
-        sidecar_of([folder_with(tmp_path / "a", notes)])
+        read_notes([folder_with(tmp_path / "a", notes)])
 
 
 @pytest.mark.parametrize("name", ["00000.npy", "tokens.json"])
@@ -173,11 +157,11 @@ def test_a_flipped_bit_in_files_of_ours_is_found(name, tmp_path, monkeypatch):
     content = bytearray((tmp_path / "out" / name).read_bytes())
     content[content.index(b"2") if name == "tokens.json" else -3] ^= 1
     (tmp_path / "out" / name).write_bytes(content)
-    files = named(tmp_path / "out" / "*.npy")
+    files = config_of(tmp_path / "out" / "*.npy")
     with pytest.raises(DamagedCheckpoint, match=rf"out is damaged: .* {name} is wrong\. .* delete"):
-        opened(files)
+        loader_of(files)
     if name != "tokens.json":
-        monkeypatch.setattr(token_files, "CHECKED", 100)
-        opened(files)
+        monkeypatch.setattr(stream, "CHECKED", 100)
+        loader_of(files)
     (tmp_path / "out" / "manifest.json").unlink()
-    opened(files)
+    loader_of(files)

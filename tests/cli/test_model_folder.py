@@ -7,7 +7,7 @@ import pytest
 from cli_cases import write_words
 from small_model import SMALL
 
-from coat_jax.cli import texts
+from coat_jax.cli import model_folder
 from coat_jax.errors import UserError
 from coat_jax.tokenizers import Bytes
 
@@ -41,30 +41,17 @@ def test_texts_begin_as_those_of_training_did(said, tokens, tmp_path, tokenizer)
     said = json.loads(json.dumps(said).replace("TOKENIZER", str(tokenizer)))
     folder = folder_of(tmp_path, said)
     for asked in (str(tokenizer), None) if "data" in said else (str(tokenizer),):
-        assert texts.tokenizer_of(folder, SMALL, asked).encode("yes no") == tokens
+        assert model_folder.tokenizer_of(folder, SMALL, asked).encode("yes no") == tokens
     tokenizer.rename(folder / "tokenizer.json")
-    assert texts.tokenizer_of(folder, SMALL, None).encode("yes no") == tokens
-
-
-@pytest.mark.parametrize(
-    ("data", "named"),
-    [
-        ({"end_of_text": "x"}, "data.end_of_text='x' must be"),
-        ({"tokenizer": 3}, "data.tokenizer=3 must be"),
-        ([], "data=\\[\\] must be an object"),
-    ],
-)
-def test_data_of_a_run_that_cannot_be_meant_is_refused_by_its_name(data, named, tmp_path):
-    with pytest.raises(UserError, match=f"/config.json: {named}"):
-        texts.data_of(tmp_path, {"model": {}, "data": data})
+    assert model_folder.tokenizer_of(folder, SMALL, None).encode("yes no") == tokens
 
 
 def test_bytes_are_for_models_of_256_tokens_and_for_those_who_ask(tmp_path):
     folder, large = folder_of(tmp_path, THEIRS), dataclasses.replace(SMALL, vocab=257)
-    assert isinstance(texts.tokenizer_of(folder, SMALL, None), Bytes)
-    assert isinstance(texts.tokenizer_of(folder, large, "bytes"), Bytes)
+    assert isinstance(model_folder.tokenizer_of(folder, SMALL, None), Bytes)
+    assert isinstance(model_folder.tokenizer_of(folder, large, "bytes"), Bytes)
     with pytest.raises(UserError, match=r"no tokenizer\.json.*257 tokens.*--tokenizer FILE"):
-        texts.tokenizer_of(folder, large, None)
+        model_folder.tokenizer_of(folder, large, None)
 
 
 @pytest.mark.parametrize("asked", ["bytes", "words"])
@@ -72,25 +59,25 @@ def test_the_first_tokens_are_those_of_the_whole_text(tmp_path, tokenizer, asked
     folder, text = folder_of(tmp_path, THEIRS), tmp_path / "text.txt"
     text.write_text("yes no yes, no? é\r\n" * 4500, newline="")  # longer than what is read first
     asked = str(tokenizer) if asked == "words" else asked
-    every = texts.tokenizer_of(folder, SMALL, asked).encode(text.read_bytes().decode())
+    every = model_folder.tokenizer_of(folder, SMALL, asked).encode(text.read_bytes().decode())
     for most in (1, 1000, 40_000, len(every) - 1, len(every), 10**9):
-        assert texts.tokens_of(text, folder, SMALL, asked, most=most) == every[:most]
+        assert model_folder.tokens_of(text, folder, SMALL, asked, most=most) == every[:most]
 
 
 @pytest.mark.parametrize(
     ("content", "tokens"),
-    [(b"yes " * texts.PIECE + b"\xff", b"yes"), (b"\xef\xbb\xbfyes", b"yes")],
+    [(b"yes " * model_folder.PIECE + b"\xff", b"yes"), (b"\xef\xbb\xbfyes", b"yes")],
 )
 def test_a_text_ends_where_enough_is_read_and_begins_after_its_mark(tmp_path, content, tokens):
     folder, text = folder_of(tmp_path, THEIRS), tmp_path / "text.txt"
     text.write_bytes(content)
-    assert texts.tokens_of(text, folder, SMALL, "bytes", most=3) == list(tokens)
+    assert model_folder.tokens_of(text, folder, SMALL, "bytes", most=3) == list(tokens)
 
 
 def test_a_text_that_is_none_is_named(tmp_path):
     folder, text = folder_of(tmp_path, THEIRS), tmp_path / "text.txt"
     text.write_bytes(b"yes \xff")
     with pytest.raises(UserError, match=r"text\.txt:1 is not text in UTF-8: invalid start byte"):
-        texts.tokens_of(text, folder, SMALL, "bytes", most=3)
+        model_folder.tokens_of(text, folder, SMALL, "bytes", most=3)
     with pytest.raises(UserError, match="is a folder: name the file itself"):
-        texts.tokens_of(tmp_path, folder, SMALL, "bytes", most=3)
+        model_folder.tokens_of(tmp_path, folder, SMALL, "bytes", most=3)
