@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from coat_jax import models, ops
 from coat_jax.errors import UserError
 from coat_jax.models import Config, Llama
-from coat_jax.models.creation import mesh_that_is_set, with_shardings
+from coat_jax.models.creation import with_shardings
 from coat_jax.models.lazy_arrays import Name
 from coat_jax.nn.modular import Dense
 from coat_jax.nn.quantized import QuantizedLinear
@@ -109,7 +109,7 @@ def abstract(
         schemes: of the projections that are quantized.
         mesh: see `coat.models.abstract`.
     """
-    mesh = mesh_that_is_set() if mesh is None else mesh
+    mesh = jax.sharding.get_mesh() if mesh is None else mesh
 
     def make(path: str, kernel: nnx.Param, bias: nnx.Param | None) -> nnx.Module:
         if path not in schemes:
