@@ -32,12 +32,11 @@ from coat_jax.errors import UserError
 from coat_jax.models import Config, Llama, lazy_arrays
 from coat_jax.models.lazy_arrays import Index, LazyArray, Name, Parameters
 from coat_jax.quantization.calibration import Ranges, observe, require_finite
-from coat_jax.quantization.projections import SHARING, name_of, require_quantizable
+from coat_jax.quantization.projections import PROJECTIONS, name_of, require_quantizable
 
 # Bounds of s, as exponents. A column that is small on the text grows to 4 times its size at most:
 # on another text it may be as large as the others.
 LEAST_EXPONENT, MOST_EXPONENT = -2, 12
-PROJECTIONS = [part for sharing in SHARING for part in sharing]
 NORMS = {
     "attention.norm.scale": ("attention.query", "attention.key", "attention.value"),
     "mlp.norm.scale": ("mlp.gate", "mlp.up"),

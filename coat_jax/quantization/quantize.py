@@ -1,7 +1,7 @@
 """Post-training quantization of a model, one parameter after another."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from coat_jax import models, ops
 from coat_jax.errors import UserError
 from coat_jax.models import Config, Llama
 from coat_jax.models.creation import with_shardings
-from coat_jax.models.lazy_arrays import Name
+from coat_jax.models.lazy_arrays import Name, dotted_name
 from coat_jax.nn.modular import Dense
 from coat_jax.nn.quantized import QuantizedLinear
 from coat_jax.numerics import eight_bits
@@ -28,7 +28,6 @@ from coat_jax.quantization.projections import (
     groups_of,
     name_of,
     paths_of,
-    plain_name,
     replace_projections,
     unstack,
 )
@@ -52,51 +51,22 @@ def quantize(model: Llama, recipe: Recipe, ranges: Ranges | None = None) -> Llam
     plain = unstack(model)
     arrays = {name: leaf[...] for name, leaf in nnx.to_flat_state(nnx.state(plain))}
     schemes = choose_schemes(plain.config, recipe, ranges, arrays.__getitem__)
-    graph, state = abstract(plain.config, schemes)
-    values = dict(quantized_arrays(state, arrays.__getitem__, schemes, recipe, ranges))
-    flat = {path: leaf.replace(values[path]) for path, leaf in nnx.to_flat_state(state)}
-    small: Llama = nnx.merge(graph, nnx.from_flat_state(flat))
-    return small
-
-
-def quantized_arrays(
-    state: Any,
-    parameter_at: ParameterAt,
-    schemes: Mapping[str, Scheme],
-    recipe: Recipe,
-    ranges: Ranges | None,
-) -> Iterator[tuple[Name, Array | np.ndarray]]:
-    """The path in `state` and the value of each array; each parameter is read once.
-
-    Args:
-        state: of the quantized model, from `abstract`.
-        parameter_at: reads a parameter of the model that is not quantized, when it is needed.
-        schemes: from `choose_schemes`.
-        recipe, ranges: see `quantize`.
-    """
-    paths_from: dict[Name, list[Name]] = {}
-    for path, _ in nnx.to_flat_state(state):
-        paths_from.setdefault(plain_name(path), []).append(path)
-    for name, paths in paths_from.items():
-        projection, value = ".".join(map(str, name)), parameter_at(name)
-        if projection in schemes:
-            rounded = _round_weight(projection, value, schemes[projection], recipe, ranges)
-            for path in paths:
-                yield path, getattr(rounded, str(path[-1]))
-        else:
-            yield from ((path, value) for path in paths)
+    return _quantized(
+        plain,
+        schemes,
+        lambda path, weight: round_weight(path, weight, schemes[path], recipe, ranges),
+    )
 
 
 def schemes_of(model: Llama) -> dict[str, Scheme]:
     """The scheme of each quantized projection of a model, by its path."""
-    found = {}
-    for i, block in enumerate(model.layers):
-        for part in ("attention", "mlp"):
-            for name, layer in vars(getattr(block, part)).items():
-                if isinstance(layer, QuantizedLinear):
-                    format = eight_bits.format_of_codes(layer.codes[...].dtype)
-                    found[f"layers.{i}.{part}.{name}"] = Scheme(format, layer.activations)
-    return found
+    return {
+        dotted_name(path): Scheme(
+            eight_bits.format_of_codes(layer.codes[...].dtype), layer.activations
+        )
+        for path, layer in nnx.iter_modules(model)
+        if isinstance(layer, QuantizedLinear)
+    }
 
 
 def abstract(
@@ -111,29 +81,35 @@ def abstract(
     """
     mesh = jax.sharding.get_mesh() if mesh is None else mesh
 
-    def make(path: str, kernel: nnx.Param, bias: nnx.Param | None) -> nnx.Module:
-        if path not in schemes:
-            return Dense(kernel, bias)
-        shape, scheme = kernel[...].shape, schemes[path]
-        codes = jnp.zeros(shape[::-1], eight_bits.DTYPES[scheme.format])
-        one = jnp.ones((), jnp.float32) if scheme.activations == "static" else None
-        weight = ops.Quantized(codes, jnp.ones(shape[1], jnp.float32), one)
-        return QuantizedLinear(
-            weight, bias, activations=scheme.activations, sharding=sharding_of(kernel)
-        )
+    def empty(path: str, weight: Array) -> ops.Quantized:
+        codes = jnp.zeros(weight.shape[::-1], eight_bits.DTYPES[schemes[path].format])
+        one = jnp.ones((), jnp.float32) if schemes[path].activations == "static" else None
+        return ops.Quantized(codes, jnp.ones(weight.shape[1], jnp.float32), one)
 
     graph, state = models.abstract(config, mesh=mesh)
     with contextlib.nullcontext() if mesh.empty else jax.set_mesh(mesh):
         shapes = nnx.eval_shape(
-            lambda state: replace_projections(nnx.merge(graph, state), make), state
+            lambda state: _quantized(nnx.merge(graph, state), schemes, empty), state
         )
     graph, state = nnx.split(shapes)
     return graph, state if mesh.empty else with_shardings(state, mesh)
 
 
-def sharding_of(kernel: nnx.Param) -> tuple[str | None, ...]:
-    """The mesh axes of a weight, inputs first."""
-    return tuple(kernel.get_metadata().get("out_sharding") or ())
+def _quantized(
+    plain: Llama,
+    schemes: Mapping[str, Scheme],
+    rounded: Callable[[str, Array], ops.Quantized],
+) -> Llama:
+    """`plain` with its projections that have a scheme replaced by their `rounded` weights."""
+
+    def make(path: str, kernel: nnx.Param, bias: nnx.Param | None) -> nnx.Module:
+        if path not in schemes:
+            return Dense(kernel, bias)
+        sharding = tuple(kernel.get_metadata().get("out_sharding") or ())
+        weight, activations = rounded(path, kernel[...]), schemes[path].activations
+        return QuantizedLinear(weight, bias, activations=activations, sharding=sharding)
+
+    return replace_projections(plain, make)
 
 
 # --- Parts -----------------------------------------------------------------------------------
@@ -168,7 +144,7 @@ def choose_schemes(
     return schemes
 
 
-def _round_weight(
+def round_weight(
     path: str,
     weight: Float[ArrayLike, "K N"],
     scheme: Scheme,

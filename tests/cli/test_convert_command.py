@@ -289,7 +289,7 @@ NORM = "model.norm.weight"
     ("damage", "named"),
     [
         (lambda f: change(f, architectures=["GPT2LMHeadModel"]), "'GPT2LMHeadModel'. There are"),
-        (lambda f: rewrite(f, **{NORM: None}), f"lacks tensors: {NORM}"),
+        (lambda f: rewrite(f, **{NORM: None}), f"lacks {NORM}"),
         (lambda f: (f / "model.safetensors").unlink(), "There is no model.safetensors"),
         (lambda f: os.truncate(f / "model.safetensors", 10_000), "is damaged or truncated"),
         (lambda f: (f / "config.json").unlink(), "there is no config.json in it"),
@@ -338,7 +338,7 @@ def test_a_config_of_another_model_is_refused(run, tmp_path, capsys):
         ({"rotary": {}}, "config.json: model.rotary lacks scaling, theta: it is damaged"),
         ({"sizes": 3}, "config.json: model has sizes: it is damaged, or was written by another"),
         ({"qk_norm": None}, "it also has layers.attention.key_norm.scale"),
-        ({"layers": 3}, "it has in another shape layers.attention.key,"),
+        ({"layers": 3}, "it has layers.attention.key (2, "),
         ({"tied": False}, "it lacks head"),
         ({"qkv_bias": True, "norms": "after"}, "No architecture of transformers computes"),
     ):

@@ -76,9 +76,9 @@ def test_parameters_are_cast_to_those_of_the_config():
     [
         ({"tied": True}, "it also has head"),
         ({"qkv_bias": True}, r"it lacks layers\.attention\.key_bias, layers\.attention\.query_b"),
-        ({"ffn": 96}, r"it has in another shape layers\.mlp\.down, layers\.mlp\.gate"),
+        ({"ffn": 96}, r"it has layers\.mlp\.down \(2, 128, 64\) instead of \(2, 96, 64\)"),
         # Before they are built.
-        ({"layers": 10_000, "scan": False}, r"it has in another shape layers\.attention\.key,"),
+        ({"layers": 10_000, "scan": False}, r"it has layers\.attention\.key \(2, "),
     ],
 )
 def test_parameters_of_another_model_are_named(changes, message):

@@ -351,10 +351,10 @@ def test_a_mesh_that_does_not_fit_is_refused(changes, names, message):
 
 def test_batch_axes_must_be_there_and_divide_the_batch():
     config = variant(batch_axes=("data", "fsdp"))
-    uneven = pytest.raises(ValueError, match="axis 0 is partitioned 4 times.* size is 6")
+    uneven = pytest.raises(ValueError, match=r"axis 0 is partitioned 4 times.* size is 6")
     with jax.set_mesh(automatic_mesh(2, 2, 2)), uneven:
         shapes_of(config, ints(6, 8))
-    missing = pytest.raises(ValueError, match="axis: fsdp .* is not found in mesh")
+    missing = pytest.raises(ValueError, match=r"axis: fsdp .* is not found in mesh")
     with jax.set_mesh(automatic_mesh(8, names=("data",))), missing:
         shapes_of(config, ints(8, 8))
     assert shapes_of(config, ints(6, 8)).shape == (6, 8, 256)  # no mesh, nothing to shard

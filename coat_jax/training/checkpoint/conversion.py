@@ -89,7 +89,7 @@ def convert(
         config = dataclasses.replace(config, axes=MeshAxes(), batch_axes=())
     if balance_on:
         require_balanceable(config)
-    total = sum(map(lazy_arrays.size_of, parameters.values()))
+    total = sum(one.nbytes for one in parameters.values())
     in_files: dict[str, Any] = {
         "dtype": dtype,
         "extra": special,
