@@ -45,7 +45,9 @@ PER_INT32 = 4
 
 def read_config(folder: str | Path) -> Config:
     """The Config of a quantized folder."""
-    return _config(read_config_json(expand_user(folder)))
+    config_json = read_config_json(expand_user(folder))
+    config_json.pop(layout.ENTRY, None)
+    return inference_config(model_from_json(config_json))
 
 
 def load(folder: str | Path, config: Config | None = None, *, mesh: Mesh | None = None) -> Llama:
@@ -64,7 +66,7 @@ def load(folder: str | Path, config: Config | None = None, *, mesh: Mesh | None 
             f"{folder} holds no quantized model: its config.json has no {layout.ENTRY}. "
             "`coat convert` makes a quantized model from others."
         )
-    config = _config(config_json) if config is None else inference_config(config)
+    config = read_config(folder) if config is None else inference_config(config)
     schemes = layout.from_json(config_json[layout.ENTRY], config)
     tensors = tensors_in(folder, config, FLOATS | CODES)
     needed = _specs(config, schemes, np.dtype(np.float32))
@@ -164,12 +166,6 @@ def _write(
         for stored, array in _tensors(tensor, value, specs).items():
             new.write(stored, (slice(None),) * array.ndim, np.asarray(array))
     new.finish(data)
-
-
-def _config(config_json: Mapping[str, Any]) -> Config:
-    return inference_config(
-        model_from_json({k: v for k, v in config_json.items() if k != layout.ENTRY})
-    )
 
 
 # --- Tensors ---------------------------------------------------------------------------------

@@ -152,24 +152,18 @@ def round_weight(
     ranges: Ranges | None,
 ) -> ops.Quantized:
     """The codes and scales of a projection's weight, and the scale of its input if it is static."""
-    weight = jnp.asarray(weight)
-    codes, scale = _round(weight, scheme.format, recipe.fit, recipe.percentile)
-    if not bool(jnp.isfinite(scale).all()):
+    fit, percentile = recipe.fit, recipe.percentile
+    rounded = _round(jnp.asarray(weight), scheme.format, fit=fit, percentile=percentile)
+    if not bool(jnp.isfinite(rounded.scale).all()):
         raise UserError(
             f"The weight {path} has a NaN or an infinity: its range is not finite. The model's "
             "parameters are damaged."
         )
     if scheme.activations != "static":
-        return ops.Quantized(codes, scale, None)
+        return rounded
     assert ranges is not None
-    if ranges[path].columns.size != weight.shape[0]:
-        raise UserError(
-            f"The ranges of {path} are of an input with {ranges[path].columns.size} columns, and "
-            f"its weight has {weight.shape[0]} inputs: pass what calibrate() returns for this "
-            "model."
-        )
     of_input = jnp.float32(input_scale(ranges[path], scheme.format, recipe))
-    return ops.Quantized(codes, scale, of_input)
+    return rounded._replace(input_scale=of_input)
 
 
 def _format(
@@ -194,18 +188,10 @@ def _format(
     return min(CANDIDATES, key=noise)
 
 
-_STATIC = {"static_argnames": ("name", "fit", "percentile")}
+_round = jax.jit(ops.quantize_weight, static_argnames=("format", "fit", "percentile"))
 
 
-@partial(jax.jit, **_STATIC)
-def _round(
-    weight: Float[Array, "K N"], name: EightBits, fit: Fit, percentile: float
-) -> tuple[Array, Array]:
-    codes, scale, _ = ops.quantize_weight(weight, name, fit=fit, percentile=percentile)
-    return codes, scale
-
-
-@partial(jax.jit, **_STATIC)
+@partial(jax.jit, static_argnames=("name", "fit", "percentile"))
 def _noise(
     weight: Float[Array, "K N"], name: EightBits, fit: Fit, percentile: float
 ) -> Float[Array, ""]:

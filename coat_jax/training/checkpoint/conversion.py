@@ -23,7 +23,7 @@ from coat_jax.models import hf, lazy_arrays
 from coat_jax.models.lazy_arrays import Index, LazyArray, Name, Parameters, dotted_name
 from coat_jax.nn import MeshAxes
 from coat_jax.quantization import Recipe
-from coat_jax.quantization.balancing import balance_parameters, find_factors, require_balanceable
+from coat_jax.quantization.balancing import balance_parameters, require_balanceable
 from coat_jax.quantization.calibration import observe
 from coat_jax.training.checkpoint import tokenizer_files, weights
 from coat_jax.training.families import hf_of
@@ -119,7 +119,7 @@ def convert(
 
 def _balance(config: Any, parameters: Parameters, tokens: Sequence[int]) -> dict[Name, LazyArray]:
     ranges = observe(lazy_arrays.load(config, parameters), _batches(tokens, config.context))
-    return balance_parameters(parameters, find_factors(config, parameters, ranges))
+    return balance_parameters(config, parameters, ranges)
 
 
 def _finite(name: str, one: LazyArray) -> LazyArray:
