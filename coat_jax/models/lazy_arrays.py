@@ -193,26 +193,23 @@ def require_parameters(
     """Raises unless these are the parameters of the model."""
     have = arrange(parameters, scan=True, stack=config.STACK)
     shapes = stacked_shapes(config, module=module)
-    require_same(
-        "This model",
-        {dotted_name(path): shape for path, shape in shapes.items()},
-        {dotted_name(path): one.shape for path, one in have.items()},
-    )
+    require_same("This model", shapes, {path: one.shape for path, one in have.items()})
 
 
-def require_same(model: Any, needed: Mapping[str, Any], have: Mapping[str, Any]) -> None:
-    """Raises unless what a model needs and what it has are the same: by name, the shapes."""
-    other = {
-        f"{name} {have[name]} instead of {needed[name]}"
-        for name in needed.keys() & have
-        if needed[name] != have[name]
-    }
-    missing, unknown = needed.keys() - have, have.keys() - needed
-    for problem, names in (("lacks", missing), ("also has", unknown), ("has", other)):
-        if names:
-            listed = ", ".join(sorted(names)[:5])
+def require_same(model: Any, needed: Mapping[Any, Any], have: Mapping[Any, Any]) -> None:
+    """Raises unless a model has what it needs: shapes, by names or paths."""
+    other = [name for name in needed if name in have and needed[name] != have[name]]
+    for problem, found in (
+        ("lacks", [(name, "") for name in needed if name not in have]),
+        ("also has", [(name, "") for name in have if name not in needed]),
+        ("has", [(name, f" {have[name]} instead of {needed[name]}") for name in other]),
+    ):
+        if found:
+            names = sorted((n if isinstance(n, str) else dotted_name(n)) + how for n, how in found)
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            raise UserError(f"{model} does not match its config: it {problem} {listed}{more}.")
+            raise UserError(
+                f"{model} does not match its config: it {problem} {', '.join(names[:5])}{more}."
+            )
 
 
 def pieces(array: LazyArray) -> Iterator[Index]:
@@ -231,13 +228,7 @@ def cast(array: LazyArray, dtype: np.dtype, name: str = "A parameter") -> LazyAr
 
 
 def in_dtype(values: np.ndarray, dtype: np.dtype, name: str = "A parameter") -> np.ndarray:
-    """The values in another dtype; raises where a number is too large for it.
-
-    Args:
-        values: what to cast.
-        dtype: what to cast them to.
-        name: the name of the values in errors.
-    """
+    """The values in another dtype; raises, and names them, where one is too large for it."""
     if values.dtype == dtype:
         return values
     with np.errstate(over="ignore"):

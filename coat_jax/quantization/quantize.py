@@ -153,7 +153,8 @@ def round_weight(
 ) -> ops.Quantized:
     """The codes and scales of a projection's weight, and the scale of its input if it is static."""
     fit, percentile = recipe.fit, recipe.percentile
-    rounded = _round(jnp.asarray(weight), scheme.format, fit=fit, percentile=percentile)
+    weight = jnp.asarray(weight)
+    rounded = _round(weight, scheme.format, fit=fit, percentile=percentile)
     if not bool(jnp.isfinite(rounded.scale).all()):
         raise UserError(
             f"The weight {path} has a NaN or an infinity: its range is not finite. The model's "
@@ -162,6 +163,11 @@ def round_weight(
     if scheme.activations != "static":
         return rounded
     assert ranges is not None
+    if ranges[path].columns.size != weight.shape[0]:
+        raise UserError(
+            f"The ranges of {path} are of an input with {ranges[path].columns.size} columns, and "
+            f"its weight has {weight.shape[0]} inputs: they belong to another model."
+        )
     of_input = jnp.float32(input_scale(ranges[path], scheme.format, recipe))
     return rounded._replace(input_scale=of_input)
 

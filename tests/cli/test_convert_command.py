@@ -17,8 +17,7 @@ from flax import nnx
 from forks import Fork
 from model_cases import automatic_mesh
 from processes import outputs
-from safetensors.numpy import load_file, save_file
-from small_model import SMALL, change, filled
+from small_model import FAMILIES, SMALL, change, files_of, filled, rewrite
 
 from coat_jax.cli import main
 from coat_jax.models import hf, lazy_arrays
@@ -35,14 +34,6 @@ LLAMA = dataclasses.replace(
     precision="coat",
     rotary=Rotary(5e5, Llama3Scaling(original_context=32)),
 )
-FAMILIES = {
-    "llama": {},
-    "mistral": {"window": 8},
-    "qwen2": {"qkv_bias": True, "tied": True},
-    "qwen3": {"qk_norm": "head", "tied": True},
-    "olmo": {"norm": "layer"},
-    "olmo2": {"norms": "after", "qk_norm": "all"},
-}
 
 
 def variant(family="llama", dtype=jnp.bfloat16, **changes):
@@ -51,10 +42,6 @@ def variant(family="llama", dtype=jnp.bfloat16, **changes):
 
 
 QWEN = variant("qwen3")
-
-
-def files_of(folder):
-    return {k: v for f in sorted(folder.glob("*.safetensors")) for k, v in load_file(f).items()}
 
 
 def assert_same_files(one, other):
@@ -272,14 +259,6 @@ def assert_refused(capsys, tmp_path, *arguments, named, code=2):
 def lead_nowhere(path):
     path.unlink()
     path.symlink_to("nowhere")
-
-
-def rewrite(folder, **changes):
-    """Changes tensors of a folder; None removes one."""
-    tensors = {**load_file(folder / "model.safetensors"), **changes}
-    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    save_file(kept, folder / "model.safetensors")
-    (folder / "manifest.json").unlink(missing_ok=True)
 
 
 NORM = "model.norm.weight"

@@ -140,7 +140,6 @@ FOUR_BITS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group
         (lambda f: requantize(f, quant_method="gptq"), "quantization by 'gptq'"),
         (lambda f: requantize(f, config_groups=[]), "no config_groups"),
         (lambda f: requantize(f, kv_cache_scheme={"num_bits": 8}), "a kv_cache_scheme"),
-        (lambda f: requantize(f, ignore=["re:("]), "the pattern 're:\\('"),
         (lambda f: change_group(f, targets=None), "has targets=None"),
         (lambda f: change_group(f, weights=FOUR_BITS), "that coat_jax does not support"),
         (lambda f: change_group(f, weights=None), "that coat_jax does not support"),

@@ -41,9 +41,7 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": Architecture(
         "qwen3", PLAIN | {"qk_norm": "head"}, {"head_dim": 128, "num_key_value_heads": 32}
     ),
-    "OlmoForCausalLM": Architecture(
-        "olmo", PLAIN | {"norm": "layer", "norm_eps": OLMO_EPS}, {}
-    ),
+    "OlmoForCausalLM": Architecture("olmo", PLAIN | {"norm": "layer", "norm_eps": OLMO_EPS}, {}),
     "Olmo2ForCausalLM": Architecture(
         "olmo2", PLAIN | {"norms": "after", "qk_norm": "all"}, {"rms_norm_eps": 1e-5}
     ),

@@ -58,6 +58,8 @@ def read_tensors(folder: Path, kinds: Mapping[str, str] = FLOATS) -> dict[str, L
     check = functools.cache(functools.partial(manifest.check_if_listed, folder))
     found = {}
     for name, file in _index(folder).items():
+        if name.endswith("rotary_emb.inv_freq"):
+            continue  # in old checkpoints; the Config says what they are
         if name not in header_of(file):
             raise UserError(f"{INDEX} says that {name} is in {file}, which has no such tensor.")
         kind, shape, offset = header_of(file)[name]
@@ -107,9 +109,7 @@ def _index(folder: Path) -> dict[str, str]:
     if os.path.lexists(folder / INDEX):
         file_of: dict[str, str] = read_json(folder / INDEX).get("weight_map", {})
         if not isinstance(file_of, dict) or not file_of:
-            raise UserError(
-                f"{INDEX} in {folder} has no weight_map: it is not an index of tensors."
-            )
+            raise UserError(f"{INDEX} in {folder} has no weight_map: it is no index of tensors.")
         for file in file_of.values():
             is_name = isinstance(file, str) and Path(file).name == file
             if not is_name or not (folder / file).is_file():
@@ -172,10 +172,9 @@ class NewTensors:
         values = np.ascontiguousarray(in_dtype(values, dtype, name))
         columns = math.prod(shape[1:])
         first, left = (*(i.indices(n)[0] for i, n in zip(index, shape, strict=True)), 0)[:2]
+        parts = [values] if values.shape[1:] == shape[1:] else values
         with path.open("r+b") as file:
-            for row, part in enumerate(
-                [values] if values.shape[1:] == shape[1:] else values, first
-            ):
+            for row, part in enumerate(parts, first):
                 file.seek(offset + (row * columns + left) * dtype.itemsize)
                 file.write(part.view(np.uint8).data)
 

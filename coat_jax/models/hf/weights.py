@@ -94,13 +94,8 @@ def read(folder: str | Path, config: Config) -> dict[Name, LazyArray]:
 def tensors_in(
     folder: str | Path, config: Config, kinds: Mapping[str, str] = FLOATS
 ) -> dict[str, LazyArray]:
-    """The tensors in a folder, see `read_tensors`, without those that follow from others."""
-    # Old checkpoints store the rotary frequencies too, which follow from the Config.
-    found = {
-        name: tensor
-        for name, tensor in read_tensors(expand_user(folder), kinds).items()
-        if not name.endswith("rotary_emb.inv_freq")
-    }
+    """The tensors in a folder, see `read_tensors`, without a head that is tied to the embedding."""
+    found = read_tensors(expand_user(folder), kinds)
     head, embedding = found.get(HEAD), found.get(EMBEDDING)
     if config.tied and head and embedding:
         if not np.array_equal(head.whole(), embedding.whole()):
@@ -113,7 +108,7 @@ def tensors_in(
 
 
 def orient(name: str, tensor: LazyArray) -> LazyArray:
-    """A tensor as a parameter, and vice versa: the axes of weights are exchanged."""
+    """A tensor as a parameter: the axes of weights are exchanged."""
     return tensor.transpose() if is_transposed(name) else tensor
 
 
@@ -130,12 +125,9 @@ def write(
     """Writes config.json and parameters, of which one piece at a time is in memory.
 
     Args:
-        folder: see `save`.
         config: the model.
         parameters: of it.
-        dtype: see `save`.
-        extra: see `save`.
-        file_bytes: see `save`.
+        folder, dtype, extra, file_bytes: see `save`.
         progress: called with the number of bytes read since its last call.
     """
     folder, kind = expand_user(folder), jnp.dtype(config.param_dtype if dtype is None else dtype)
