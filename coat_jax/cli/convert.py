@@ -119,13 +119,13 @@ def _recipe(options: argparse.Namespace) -> "Recipe | None":
         ("tokenizer", options.tokenizer != BYTES or reads, "--calibrate and --balance, if bytes"),
         ("tokens", reads, "--calibrate and --balance"),
         *((name, options.to is not None, "--to int8, fp8 or mixed") for name in quantizing),
-        ("calibrate", recipe.calibrated, rounded),
+        ("calibrate", recipe.needs_calibration, rounded),
         ("balance", in_int8, "activations in INT8; FP8 does not suffer from outliers"),
         ("activation_fit", recipe.activations == "static", "--activations static"),
         ("percentile", "percentile" in (recipe.fit, recipe.activation_fit), fits),
     ]
     require_effects(options, effects)
-    if recipe.calibrated and options.calibrate is None:
+    if recipe.needs_calibration and options.calibrate is None:
         raise UserError(
             f"--to {recipe.format} with --activations {recipe.activations} needs a text to see "
             "activations on: name it, --calibrate FILE."

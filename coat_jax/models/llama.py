@@ -82,10 +82,10 @@ class Llama(nnx.Module):
     ) -> Float[Array, "B S D"]:
         """The input of the head; for the arguments see `__call__`."""
         require_tokens(self.config, tokens, positions, segments)
-        x = self.embedded(tokens)
+        x = self.embed_tokens(tokens)
         return self.norm(_run_layers(self.config, self.layers, x, positions, segments))
 
-    def embedded(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S D"]:
+    def embed_tokens(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         """The residual stream before the first layer."""
         x = ops.embedding(value_of(self.embed), tokens)
         return shard_batch(x.astype(self.config.dtype), self.config.batch_axes)
@@ -122,14 +122,14 @@ class Llama(nnx.Module):
         def only(*names: str) -> Any:
             return lambda of_all: nnx.State({n: of_all[n] for n in names if n in of_all})
 
-        def merged(of_stage: Any) -> Llama:
+        def merge(of_stage: Any) -> Llama:
             return nnx.merge(graph, nnx.State({**params, **shard_params(of_stage)}))
 
         def embed(of_stage: Any, _: None) -> Array:
-            return merged(of_stage).embedded(batch.tokens)
+            return merge(of_stage).embed_tokens(batch.tokens)
 
         def loss(of_stage: Any, x: Array) -> Array:
-            model, z_loss = merged(of_stage), self.config.z_loss
+            model, z_loss = merge(of_stage), self.config.z_loss
             weight = model.head_weight()
             return ops.cross_entropy(model.norm(x), weight, batch.labels, z_loss=z_loss)
 

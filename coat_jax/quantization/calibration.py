@@ -113,7 +113,7 @@ def observe(
         require_known("The calibration text has", tokens.ravel(), model.config.vocab)
         if tokens.size == 0:
             continue
-        x = observed.embedded(jnp.asarray(tokens, jnp.int32))
+        x = observed.embed_tokens(jnp.asarray(tokens, jnp.int32))
         for i, (graph, state) in enumerate(blocks):
             x, seen = _run_layer(graph, state, x)
             for name, of_input in seen.items():

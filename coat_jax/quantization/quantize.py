@@ -51,7 +51,7 @@ def quantize(model: Llama, recipe: Recipe, ranges: Ranges | None = None) -> Llam
     plain = unstack(model)
     arrays = {name: leaf[...] for name, leaf in nnx.to_flat_state(nnx.state(plain))}
     schemes = choose_schemes(plain.config, recipe, ranges, arrays.__getitem__)
-    return _quantized(
+    return _quantize_projections(
         plain,
         schemes,
         lambda path, weight: round_weight(path, weight, schemes[path], recipe, ranges),
@@ -89,13 +89,13 @@ def abstract(
     graph, state = models.abstract(config, mesh=mesh)
     with contextlib.nullcontext() if mesh.empty else jax.set_mesh(mesh):
         shapes = nnx.eval_shape(
-            lambda state: _quantized(nnx.merge(graph, state), schemes, empty), state
+            lambda state: _quantize_projections(nnx.merge(graph, state), schemes, empty), state
         )
     graph, state = nnx.split(shapes)
     return graph, state if mesh.empty else with_shardings(state, mesh)
 
 
-def _quantized(
+def _quantize_projections(
     plain: Llama,
     schemes: Mapping[str, Scheme],
     rounded: Callable[[str, Array], ops.Quantized],
@@ -127,7 +127,7 @@ def choose_schemes(
         parameter_at: reads a parameter, for a recipe that compares formats.
     """
     recipe.require_matches(paths_of(config))
-    if recipe.calibrated:
+    if recipe.needs_calibration:
         for path in paths_of(config):
             if not recipe.is_left(path) and path not in (ranges or {}):
                 raise UserError(

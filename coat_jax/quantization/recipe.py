@@ -45,7 +45,7 @@ class Recipe:
         require_fields(self)
 
     @property
-    def calibrated(self) -> bool:
+    def needs_calibration(self) -> bool:
         """Whether the recipe needs calibration, to see the inputs of layers."""
         mixed = self.format == "mixed" and self.activations != "none"
         return self.activations == "static" or mixed

@@ -79,7 +79,7 @@ def convert(
     if dtype is not None and (recipe is None or jnp.dtype(dtype) == jnp.float32):
         config = dataclasses.replace(config, param_dtype=jnp.dtype(dtype))
     stored = weights.parameters_of(source, config, step=step, note=note)
-    parameters = {path: _checked(path, one, config.param_dtype) for path, one in stored.items()}
+    parameters = {path: _cast_finite(path, one, config.param_dtype) for path, one in stored.items()}
     if recipe is not None or balance_on:
         config = quantization.inference_config(config)
         config = dataclasses.replace(config, axes=MeshAxes(), batch_axes=())
@@ -93,21 +93,21 @@ def convert(
         "progress": functools.partial(progress, total),
     }
 
-    def loaded() -> Any:
+    def load() -> Any:
         return lazy_arrays.load(config, parameters)
 
     failures = write_failures(new.parent, "The model", total)
     with atomic_folder(new, COMMAND) as folder, failures:
         schemes, ranges = {}, None
         if balance_on:
-            seen = observe(loaded(), _batches(balance_on, config.context))
+            seen = observe(load(), _batches(balance_on, config.context))
             parameters = balance_parameters(config, parameters, seen)
         if recipe is None:
             format.write(folder, config, parameters, **in_files)
         else:
-            if recipe.calibrated:
+            if recipe.needs_calibration:
                 batches = _batches(tokens, config.context)
-                ranges = quantization.calibrate(loaded(), batches, recipe)
+                ranges = quantization.calibrate(load(), batches, recipe)
             schemes = quantization.save_quantized(
                 folder, config, parameters, recipe, ranges, **in_files
             )
@@ -116,7 +116,7 @@ def convert(
     return schemes
 
 
-def _checked(path: Name, stored: LazyArray, dtype: Any) -> LazyArray:
+def _cast_finite(path: Name, stored: LazyArray, dtype: Any) -> LazyArray:
     """A parameter in another dtype; reading a NaN or an infinity raises."""
     one = lazy_arrays.cast(stored, dtype, dotted_name(path))
 
