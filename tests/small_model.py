@@ -72,3 +72,12 @@ def assert_same_model(got, wanted):
     for path, leaf in wanted.items():
         ours, theirs = np.asarray(got[path][...]), np.asarray(leaf[...])
         assert (ours.dtype, ours.tobytes()) == (theirs.dtype, theirs.tobytes()), path
+
+
+def assert_same_files(one, other):
+    """The same tensors in both folders, bit for bit."""
+    one, other = files_of(one), files_of(other)
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        theirs = other[name]
+        assert (tensor.dtype, tensor.tobytes()) == (theirs.dtype, theirs.tobytes()), name

@@ -17,7 +17,7 @@ from flax import nnx
 from forks import Fork
 from model_cases import automatic_mesh
 from processes import outputs
-from small_model import FAMILIES, SMALL, change, files_of, filled, rewrite
+from small_model import FAMILIES, SMALL, assert_same_files, change, filled, rewrite
 
 from coat_jax.cli import main
 from coat_jax.models import hf, lazy_arrays
@@ -42,14 +42,6 @@ def variant(family="llama", dtype=jnp.bfloat16, **changes):
 
 
 QWEN = variant("qwen3")
-
-
-def assert_same_files(one, other):
-    one, other = files_of(one), files_of(other)
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert tensor.dtype == other[name].dtype
-        np.testing.assert_array_equal(tensor, other[name], err_msg=name)
 
 
 @pytest.fixture(scope="module")

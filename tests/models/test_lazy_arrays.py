@@ -2,7 +2,6 @@
 
 import math
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -62,13 +61,6 @@ def test_layers_are_stacked_in_their_order_however_they_are_listed():
     parameters = {("stack", int(i), "w"): array(np.full(2, int(i))) for i in sorted(numbers)}
     stacked = lazy_arrays.arrange(parameters, scan=True, stack="stack")["stack", "w"]
     np.testing.assert_array_equal(stacked.whole()[:, 0], np.arange(11))
-
-
-def test_parameters_are_cast_to_those_of_the_config():
-    model = filled(variant())
-    low = lazy_arrays.load(variant(param_dtype=jnp.bfloat16), lazy_arrays.parameters_of(model))
-    assert low.embed[...].dtype == jnp.bfloat16
-    np.testing.assert_array_equal(low.embed[...], model.embed[...].astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize(
