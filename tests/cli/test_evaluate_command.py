@@ -189,7 +189,7 @@ def test_a_text_begins_as_the_tokenizer_says(before, scored, tmp_path, capsys):
         ("--text TEXT --window 1", "A window of 1 must be from 2"),
         ("--tasks TASKS --window 9", "--window 9 is for texts: name one"),
         ("--text TEXT --batch 0", "--batch: 0 must be 1 or more"),
-        ("--text TEXT --devices 3", "cannot be sharded over 3 devices"),
+        ("--text TEXT --devices 3", "cannot be sharded as P"),
         ("--text TEXT --tokenizer WORDS", "words.json has a vocabulary of 300, and the model one"),
     ],
 )
