@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import quick
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 from coat_jax import models
 
@@ -21,12 +22,33 @@ SMALL = models.Config(
     precision="bf16",
 )
 QUICK = quick.OPTIONS
+FAMILIES = {
+    "llama": {},
+    "mistral": {"window": 8},
+    "qwen2": {"qkv_bias": True, "tied": True},
+    "qwen3": {"qk_norm": "head", "tied": True},
+    "olmo": {"norm": "layer"},
+    "olmo2": {"norms": "after", "qk_norm": "all"},
+}
 
 
 def change(folder, **entries):
     """Changes entries of a model's config.json, and takes the checksums away."""
     said = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(said | entries))
+    (folder / "manifest.json").unlink(missing_ok=True)
+
+
+def files_of(folder):
+    """Every tensor of a folder, by name."""
+    return {k: v for f in sorted(folder.glob("*.safetensors")) for k, v in load_file(f).items()}
+
+
+def rewrite(folder, **changes):
+    """Changes tensors of a folder; None removes one."""
+    tensors = {**files_of(folder), **changes}
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors")
     (folder / "manifest.json").unlink(missing_ok=True)
 
 
@@ -50,3 +72,12 @@ def assert_same_model(got, wanted):
     for path, leaf in wanted.items():
         ours, theirs = np.asarray(got[path][...]), np.asarray(leaf[...])
         assert (ours.dtype, ours.tobytes()) == (theirs.dtype, theirs.tobytes()), path
+
+
+def assert_same_files(one, other):
+    """The same tensors in both folders, bit for bit."""
+    one, other = files_of(one), files_of(other)
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        theirs = other[name]
+        assert (tensor.dtype, tensor.tobytes()) == (theirs.dtype, theirs.tobytes()), name

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 TOKENS = 65_536
 FEW = 512  # tokens of a text that is noted to be short
-UNSEEN = {"calibrate": "are clipped", "balance": "may remain or become outliers"}
 FITS = ("max", "mse", "percentile")
 OF_RECIPE = ("fit", "activations", "activation_fit", "percentile")
 
@@ -78,7 +77,6 @@ def run(options: argparse.Namespace) -> int:
 
     source, out = expand_user(options.source), expand_user(options.out)
     recipe = _recipe(options)
-    _require_effects(options, recipe)
     tokenizer = None if options.tokenizer == BYTES else options.tokenizer
     tokens, balance_on = _tokens(options, "calibrate"), _tokens(options, "balance")
     exit_on_signals()
@@ -106,44 +104,33 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _recipe(options: argparse.Namespace) -> "Recipe | None":
-    """The recipe that the options describe; None without --to."""
+    """The recipe that the options describe, None without --to; raises for one without effect."""
+    from coat_jax.cli.model_folder import BYTES
     from coat_jax.quantization import Recipe
 
-    if options.to is None:
-        return None
     given = {name: value for name in OF_RECIPE if (value := getattr(options, name)) is not None}
-    recipe = Recipe(format=options.to, leave=tuple(options.leave or ()), **given)
-    if recipe.calibrated and options.calibrate is None:
+    recipe = Recipe(format=options.to or "int8", leave=tuple(options.leave or ()), **given)
+    reads = options.calibrate is not None or options.balance is not None
+    quantizing = (*OF_RECIPE, "leave", "calibrate")
+    in_int8 = recipe.format != "fp8" and recipe.activations != "none"
+    rounded = "--activations static, and for --to mixed with rounded activations"
+    fits = "--fit percentile and --activation-fit percentile"
+    effects = [
+        ("tokenizer", options.tokenizer != BYTES or reads, "--calibrate and --balance, if bytes"),
+        ("tokens", reads, "--calibrate and --balance"),
+        *((name, options.to is not None, "--to int8, fp8 or mixed") for name in quantizing),
+        ("calibrate", recipe.needs_calibration, rounded),
+        ("balance", in_int8, "activations in INT8; FP8 does not suffer from outliers"),
+        ("activation_fit", recipe.activations == "static", "--activations static"),
+        ("percentile", "percentile" in (recipe.fit, recipe.activation_fit), fits),
+    ]
+    require_effects(options, effects)
+    if recipe.needs_calibration and options.calibrate is None:
         raise UserError(
             f"--to {recipe.format} with --activations {recipe.activations} needs a text to see "
             "activations on: name it, --calibrate FILE."
         )
-    return recipe
-
-
-def _require_effects(options: argparse.Namespace, recipe: "Recipe | None") -> None:
-    """Raises for an option that has no effect with the others."""
-    from coat_jax.cli.model_folder import BYTES
-
-    reads = options.calibrate is not None or options.balance is not None
-    effects = [
-        ("tokenizer", options.tokenizer != BYTES or reads, "--calibrate and --balance, if bytes"),
-        ("tokens", reads, "--calibrate and --balance"),
-    ]
-    if recipe is None:
-        quantizing = (*OF_RECIPE, "leave", "calibrate")
-        effects += [(name, False, "--to int8, fp8 or mixed") for name in quantizing]
-    else:
-        rounded = "--activations static, and for --to mixed with rounded activations"
-        fits = "--fit percentile and --activation-fit percentile"
-        in_int8 = recipe.format != "fp8" and recipe.activations != "none"
-        effects += [
-            ("calibrate", recipe.calibrated, rounded),
-            ("balance", in_int8, "activations in INT8; FP8 does not suffer from outliers"),
-            ("activation_fit", recipe.activations == "static", "--activations static"),
-            ("percentile", "percentile" in (recipe.fit, recipe.activation_fit), fits),
-        ]
-    require_effects(options, effects)
+    return None if options.to is None else recipe
 
 
 def _tokens(options: argparse.Namespace, name: str) -> list[int]:
@@ -160,8 +147,7 @@ def _tokens(options: argparse.Namespace, name: str) -> list[int]:
         raise UserError(f"The text of --{name}, {text}, has no tokens: name a longer one.")
     if len(tokens) < FEW:
         note(
-            f"--{name} sees {amount(len(tokens), 'token')} only. Activations that are larger on "
-            f"other texts {UNSEEN[name]}: name a text of at least {FEW:,} tokens, better "
-            f"{TOKENS:,}."
+            f"--{name} sees {amount(len(tokens), 'token')} only, and activations may be larger on "
+            f"other texts: name a text of at least {FEW:,} tokens, better {TOKENS:,}."
         )
     return tokens

@@ -66,7 +66,7 @@ def prefill(
     def layer(block: nn.TransformerBlock, x: Array, _: None) -> tuple[Array, nn.Past]:
         return block.prefill(x, positions, segments)
 
-    x, new = _run_layers(model, model.embedded(tokens), None, layer)
+    x, new = _run_layers(model, model.embed_tokens(tokens), None, layer)
     past = jax.tree.map(lambda n: _pad(n, slots, model.config), new)
     logits = model.logits(model.norm(x[:, -1:]))[:, 0]
     return logits, Cache(past, starts, jnp.int32(length))
@@ -92,7 +92,7 @@ def decode(
     def layer(block: nn.TransformerBlock, x: Array, past: nn.Past) -> tuple[Array, nn.Past]:
         return block.decode(x, positions, past, slot, visible)
 
-    x, new = _run_layers(model, model.embedded(tokens[:, None]), past, layer)
+    x, new = _run_layers(model, model.embed_tokens(tokens[:, None]), past, layer)
     past = jax.tree.map(
         lambda old, one: lax.dynamic_update_slice_in_dim(old, one, slot, axis=2), past, new
     )

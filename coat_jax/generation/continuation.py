@@ -58,7 +58,7 @@ def stream(
         first: the number of the first prompt. A prompt's tokens depend on its number, not on
             the prompts beside it.
     """
-    require_capability("coat.generation", model, "embedded", "layers", "logits")
+    require_capability("coat.generation", model, "embed_tokens", "layers", "logits")
     require_prompts(model.config, prompts, max_tokens=max_tokens)
     context = model.config.context
     lengths = [len(prompt) for prompt in prompts]

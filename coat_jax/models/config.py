@@ -13,7 +13,6 @@ biases. Left out: dropout, mixtures of experts, layers that differ from each oth
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from coat_jax import ops
@@ -100,16 +99,6 @@ class Config(ModelConfig):
     def kept_gradients(self) -> tuple[str, ...]:
         """See `ModelConfig`."""
         return ("embed",) if self.tied else ()
-
-    def sharded_sizes(self) -> Mapping[str, Mapping[str, int]]:
-        """See `ModelConfig`."""
-        columns = {
-            "vocab": self.vocab,
-            "ffn": self.ffn,
-            "heads * head_dim": self.heads * self.head_dim,
-            "kv_heads * head_dim": self.kv_heads * self.head_dim,
-        }
-        return {"fsdp": {"width": self.width}, "tensor": columns}
 
     def work_per_token(self, sequence: int) -> Work:
         """See `ModelConfig`.

@@ -27,29 +27,28 @@ def create(
 ) -> Any:
     """A model with random parameters, sharded along `config.axes`: no device ever holds all of it.
 
+    Layers are made stacked, by a program as long as one layer, and unstacked afterwards.
+
     Args:
         config: the model.
         seed: the seed of the values, from 0 to 2^32 - 1.
         mesh: with automatic axes; by default the one that is set, if any.
         module: the class of the model.
     """
-    mesh = _checked_mesh(config, mesh)
-    seed = require("seed", seed, Seed)
-    graph, _ = abstract(config, mesh=mesh, module=module)
+    mesh, seed = _checked_mesh(config, mesh), require("seed", seed, Seed)
+    graph, state = abstract(config, mesh=mesh, module=module)
     with _mesh_set(mesh):
-        values = _initializer(module, config, mesh)(jax.random.key(seed))
-    return nnx.merge(graph, values)
+        values = _initializer(module, dataclasses.replace(config, scan=True), mesh)(
+            jax.random.key(seed)
+        )
+    return nnx.merge(graph, values if config.scan else _unstack(config.STACK, values, state))
 
 
 @functools.lru_cache(maxsize=32)
 def _initializer(
-    module: Callable[..., Any], config: Any, mesh: Mesh | None
+    module: Callable[..., Any], stacked: Any, mesh: Mesh | None
 ) -> Callable[[jax.Array], Any]:
-    """Makes the parameters of a model from a key, in programs that all models of a config share.
-
-    Layers are made stacked, by a program as long as one layer, and unstacked afterwards.
-    """
-    stacked = dataclasses.replace(config, scan=True)
+    """Makes the parameters of a model from a key, in a program that models of a config share."""
 
     def initialize(key: jax.Array) -> Any:
         return nnx.state(module(stacked, rngs=nnx.Rngs(key)))
@@ -57,45 +56,29 @@ def _initializer(
     shardings = None
     if mesh is not None:
         shardings = nnx.get_named_sharding(abstract(stacked, mesh=mesh, module=module)[1], mesh)
-    made = jax.jit(initialize, out_shardings=shardings)
-    if config.scan:
-        return made
-    return _unstacking(config.STACK, made, abstract(config, mesh=mesh, module=module)[1])
+    return jax.jit(initialize, out_shardings=shardings)
 
 
-def _unstacking(
-    stack: str, made: Callable[[jax.Array], Any], state: Any
-) -> Callable[[jax.Array], Any]:
-    """Wraps `made`: the layers of its result are unstacked into a list, as in `state`.
+def _unstack(stack: str, values: Any, state: Any) -> Any:
+    """The values of stacked layers, in a list of layers as in `state`.
 
     Arrays are unstacked one at a time, and each is freed before the next, whose layers can then
     take its place. Unstacking all of them at once would take the memory of two models, and would
     leave the free memory in two pieces.
     """
     flat = dict(nnx.to_flat_state(state))
-
-    @functools.cache
-    def unstack(sharding: Any) -> Callable[[jax.Array], list[jax.Array]]:
-        return jax.jit(list, out_shardings=sharding)
-
-    def initialize(key: jax.Array) -> Any:
-        stacked = {path: leaf[...] for path, leaf in nnx.to_flat_state(made(key))}
-        values: dict[Any, jax.Array] = {}
-        for path in sorted(stacked, key=lambda path: stacked[path].nbytes, reverse=True):
-            array = stacked.pop(path)
-            if stack not in path:
-                values[path] = array
-                continue
-            at = path.index(stack) + 1
-            of_layers = [(*path[:at], i, *path[at:]) for i in range(len(array))]
-            layers = unstack(flat[of_layers[0]].sharding)(array)
-            values |= zip(of_layers, layers, strict=True)
-            array.delete()  # The Variables that hold it live until Python collects garbage.
-        return nnx.from_flat_state(
-            {path: leaf.replace(values[path]) for path, leaf in flat.items()}
-        )
-
-    return initialize
+    stacked = {path: leaf[...] for path, leaf in nnx.to_flat_state(values)}
+    for path in sorted(stacked, key=lambda path: stacked[path].nbytes, reverse=True):
+        array = stacked.pop(path)
+        if stack not in path:
+            flat[path] = flat[path].replace(array)
+            continue
+        at = path.index(stack) + 1
+        of_layers = [(*path[:at], i, *path[at:]) for i in range(len(array))]
+        unstacked = jax.jit(list, out_shardings=flat[of_layers[0]].sharding)(array)
+        flat |= {p: flat[p].replace(x) for p, x in zip(of_layers, unstacked, strict=True)}
+        array.delete()  # The Variables that hold it live until Python collects garbage.
+    return nnx.from_flat_state(flat)
 
 
 def abstract(
@@ -109,30 +92,33 @@ def abstract(
         module: see `create`.
     """
     mesh = _checked_mesh(config, mesh)
+    # Flax takes long for each parameter: one layer of Llama stands for all.
+    one_for_all = module is Llama and not config.scan
+    one = dataclasses.replace(config, layers=1) if one_for_all else config
     with _mesh_set(mesh):
-        model = _abstract_model(module, config)
+        model = nnx.eval_shape(lambda: module(one, rngs=nnx.Rngs(0)))
+    if one_for_all:
+        model.layers = nnx.List([nnx.clone(model.layers[0]) for _ in range(config.layers)])
+        model.config = config
     graph, state = nnx.split(model)
     return graph, state if mesh is None else with_shardings(state, mesh)
 
 
 def with_shardings(state: Any, mesh: Mesh) -> Any:
     """The shapes and dtypes of a state, with the shardings on a mesh that its variables name."""
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        state,
-        nnx.get_named_sharding(state, mesh),
-    )
 
+    def with_sharding(path: Any, leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        try:
+            sharding.shard_shape(leaf.shape)
+        except ValueError:
+            name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+            raise UserError(
+                f"{name} of shape {leaf.shape} cannot be sharded as {sharding.spec} on a mesh of "
+                f"{dict(mesh.shape)}: choose axes that divide it (a vocabulary may be padded)."
+            ) from None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-def _abstract_model(module: Callable[..., Any], config: Any) -> Any:
-    """A model of shapes. Flax takes long for each parameter: one layer of Llama stands for all."""
-    one_for_all = module is Llama and not config.scan
-    one = dataclasses.replace(config, layers=1) if one_for_all else config
-    model = nnx.eval_shape(lambda: module(one, rngs=nnx.Rngs(0)))
-    if one_for_all:
-        model.layers = nnx.List([nnx.clone(model.layers[0]) for _ in range(config.layers)])
-        model.config = config
-    return model
+    return jax.tree.map_with_path(with_sharding, state, nnx.get_named_sharding(state, mesh))
 
 
 def parameters_count(config: Any) -> int:
@@ -142,35 +128,18 @@ def parameters_count(config: Any) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
-def mesh_that_is_set() -> Mesh:
-    """The mesh of `jax.set_mesh`; an empty one without it.
-
-    Raises:
-        UserError: inside jit, where no model can be made.
-    """
-    try:
-        return jax.sharding.get_mesh()
-    except ValueError:
-        raise UserError(
-            "Models are not made inside jit, nnx.jit or eval_shape: coat.models.create compiles by "
-            "itself. Call it outside. For shapes alone, coat.models.abstract(config) returns a "
-            "graph and a state without numbers."
-        ) from None
-
-
 def _mesh_set(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def _checked_mesh(config: Any, mesh: Mesh | None) -> Mesh | None:
-    """The mesh to use, if any; raises unless it fits the model."""
+    """The mesh to use, if any; raises if it cannot be that of a model."""
     if not isinstance(config, ModelConfig):
         raise TypeError(
             f"A model is made from a config, such as coat.models.Config, not from {config!r}. "
             "Published ones have names: coat.models.config_of('llama2_7b')."
         )
-    if mesh is None:
-        mesh = mesh_that_is_set()
+    mesh = jax.sharding.get_mesh() if mesh is None else mesh
     if mesh.empty:
         if any(dataclasses.astuple(config.axes)):
             raise UserError(
@@ -183,19 +152,4 @@ def _checked_mesh(config: Any, mesh: Mesh | None) -> Mesh | None:
             f"The axes of the mesh are {mesh.axis_types}, and must be automatic. Make it with "
             "jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))."
         )
-    for role, sizes in config.sharded_sizes().items():
-        axis = getattr(config.axes, role)
-        if axis is None:
-            continue
-        if axis not in mesh.shape:
-            raise UserError(
-                f"axes.{role}={axis!r} is not an axis of the mesh, which has {mesh.axis_names}."
-            )
-        for name, size in sizes.items():
-            if size % mesh.shape[axis]:
-                raise UserError(
-                    f"{name}={size} cannot be sharded over {mesh.shape[axis]} devices along "
-                    f"{axis!r}. Make it a multiple (a vocabulary may be padded), or this axis "
-                    "smaller."
-                )
     return mesh

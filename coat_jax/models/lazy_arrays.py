@@ -45,9 +45,20 @@ class LazyArray(NamedTuple):
     piece: tuple[int, ...]
     read: Callable[[Index], np.ndarray]
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it takes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def whole(self) -> np.ndarray:
         """All of it."""
         return self.read((slice(None),) * len(self.shape))
+
+    def transpose(self) -> "LazyArray":
+        """Returns a matrix with its axes exchanged."""
+        return LazyArray(
+            self.shape[::-1], self.dtype, self.piece[::-1], lambda index: self.read(index[::-1]).T
+        )
 
 
 Parameters = Mapping[Name, LazyArray]
@@ -74,7 +85,7 @@ def load(
         mesh: by default the one that is set, if any.
         module: the class of the model.
     """
-    require_same(config, parameters, module=module)
+    require_parameters(config, parameters, module=module)
     graph, state = abstract(config, mesh=mesh, module=module)
     return fill(graph, state, arrange(parameters, scan=config.scan, stack=config.STACK))
 
@@ -167,26 +178,38 @@ def stack_of(ones: Sequence[LazyArray]) -> LazyArray:
     return LazyArray((len(ones), *shape), dtype, (1, *piece), read)
 
 
-def require_same(
-    config: Any, parameters: Parameters, *, module: Callable[..., Any] = Llama
-) -> None:
-    """Raises unless these are the parameters of the model.
-
-    Layers are compared stacked: to build them one by one takes long if a config claims thousands.
-    """
+def stacked_shapes(
+    config: Any, *, module: Callable[..., Any] = Llama
+) -> dict[Name, tuple[int, ...]]:
+    """The shapes of a model's parameters, stacked: to build many layers one by one takes long."""
     stacked = dataclasses.replace(config, scan=True, axes=MeshAxes())
     _, state = abstract(stacked, module=module)
-    needed = {path: leaf.shape for path, leaf in nnx.to_flat_state(state)}
+    return {path: leaf.shape for path, leaf in nnx.to_flat_state(state)}
+
+
+def require_parameters(
+    config: Any, parameters: Parameters, *, module: Callable[..., Any] = Llama
+) -> None:
+    """Raises unless these are the parameters of the model."""
     have = arrange(parameters, scan=True, stack=config.STACK)
-    other = {path for path in needed.keys() & have if needed[path] != have[path].shape}
-    for kind, paths in (
-        ("lacks", needed.keys() - have.keys()),
-        ("also has", have.keys() - needed.keys()),
-        ("has in another shape", other),
+    shapes = stacked_shapes(config, module=module)
+    require_same("This model", shapes, {path: one.shape for path, one in have.items()})
+
+
+def require_same(model: Any, needed: Mapping[Any, Any], have: Mapping[Any, Any]) -> None:
+    """Raises unless a model has what it needs: shapes, by names or paths."""
+    other = [name for name in needed if name in have and needed[name] != have[name]]
+    for problem, found in (
+        ("lacks", [(name, "") for name in needed if name not in have]),
+        ("also has", [(name, "") for name in have if name not in needed]),
+        ("has", [(name, f" {have[name]} instead of {needed[name]}") for name in other]),
     ):
-        if paths:
-            names = ", ".join(sorted(map(dotted_name, paths))[:5])
-            raise UserError(f"This model does not match its config: it {kind} {names}.")
+        if found:
+            names = sorted((n if isinstance(n, str) else dotted_name(n)) + how for n, how in found)
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise UserError(
+                f"{model} does not match its config: it {problem} {', '.join(names[:5])}{more}."
+            )
 
 
 def pieces(array: LazyArray) -> Iterator[Index]:
@@ -205,13 +228,7 @@ def cast(array: LazyArray, dtype: np.dtype, name: str = "A parameter") -> LazyAr
 
 
 def in_dtype(values: np.ndarray, dtype: np.dtype, name: str = "A parameter") -> np.ndarray:
-    """The values in another dtype; raises where a number is too large for it.
-
-    Args:
-        values: what to cast.
-        dtype: what to cast them to.
-        name: the name of the values in errors.
-    """
+    """The values in another dtype; raises, and names them, where one is too large for it."""
     if values.dtype == dtype:
         return values
     with np.errstate(over="ignore"):
@@ -225,11 +242,6 @@ def in_dtype(values: np.ndarray, dtype: np.dtype, name: str = "A parameter") -> 
                 f"{float(most.max):g}: choose another dtype, such as bfloat16."
             )
     return converted
-
-
-def size_of(array: LazyArray) -> int:
-    """The bytes that a parameter takes."""
-    return math.prod(array.shape) * array.dtype.itemsize
 
 
 def piece_of(shape: tuple[int, ...], itemsize: int, *, stacked: bool) -> tuple[int, ...]:

@@ -16,14 +16,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from coat_jax import nn, ops
-from coat_jax.errors import UserError
 from coat_jax.models.batches import Batch
 from coat_jax.models.config import Config
 from coat_jax.models.protocol import Loss
@@ -32,6 +30,7 @@ from coat_jax.nn.parameters import value_of, weight
 from coat_jax.optax import Stage
 from coat_jax.precision import precision_of
 from coat_jax.probes import layer_probes, layer_scope, probes_of_layer
+from coat_jax.validation import brief
 
 EMBEDDING_INIT = nnx.initializers.normal(0.02)
 
@@ -83,10 +82,10 @@ class Llama(nnx.Module):
     ) -> Float[Array, "B S D"]:
         """The input of the head; for the arguments see `__call__`."""
         require_tokens(self.config, tokens, positions, segments)
-        x = self.embedded(tokens)
+        x = self.embed_tokens(tokens)
         return self.norm(_run_layers(self.config, self.layers, x, positions, segments))
 
-    def embedded(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S D"]:
+    def embed_tokens(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         """The residual stream before the first layer."""
         x = ops.embedding(value_of(self.embed), tokens)
         return shard_batch(x.astype(self.config.dtype), self.config.batch_axes)
@@ -123,14 +122,14 @@ class Llama(nnx.Module):
         def only(*names: str) -> Any:
             return lambda of_all: nnx.State({n: of_all[n] for n in names if n in of_all})
 
-        def merged(of_stage: Any) -> Llama:
+        def merge(of_stage: Any) -> Llama:
             return nnx.merge(graph, nnx.State({**params, **shard_params(of_stage)}))
 
         def embed(of_stage: Any, _: None) -> Array:
-            return merged(of_stage).embedded(batch.tokens)
+            return merge(of_stage).embed_tokens(batch.tokens)
 
         def loss(of_stage: Any, x: Array) -> Array:
-            model, z_loss = merged(of_stage), self.config.z_loss
+            model, z_loss = merge(of_stage), self.config.z_loss
             weight = model.head_weight()
             return ops.cross_entropy(model.norm(x), weight, batch.labels, z_loss=z_loss)
 
@@ -166,12 +165,14 @@ def _layers(config: Config, rngs: nnx.Rngs) -> Any:
 def _layer(config: Config, key: Array) -> nn.TransformerBlock:
     before = config.norms == "before"
     shared: dict[str, Any] = {
+        "residual": before,
         "precision": config.precision,
         "axes": config.axes,
         "param_dtype": config.param_dtype,
         "rngs": nnx.Rngs(key),
     }
-    query_norm, key_norm = _query_and_key_norm(config)
+    heads = {"all": (config.heads, config.kv_heads), "head": (1, 1), None: (0, 0)}[config.qk_norm]
+    query_norm, key_norm = (_rms_norm(config, n * config.head_dim) if n else None for n in heads)
     attention = nn.Attention(
         config.width,
         config.heads,
@@ -183,7 +184,6 @@ def _layer(config: Config, key: Array) -> nn.TransformerBlock:
         rotary=config.rotary,
         window=config.window,
         qkv_bias=config.qkv_bias,
-        residual=before,
         **shared,
     )
     mlp = nn.GatedMLP(
@@ -191,7 +191,6 @@ def _layer(config: Config, key: Array) -> nn.TransformerBlock:
         config.ffn,
         norm=_norm(config) if before else None,
         activation=config.activation,
-        residual=before,
         **shared,
     )
     if before:
@@ -202,30 +201,15 @@ def _layer(config: Config, key: Array) -> nn.TransformerBlock:
 def _norm(config: Config) -> AnyNorm:
     if config.norm == "rms":
         return _rms_norm(config, config.width)
+    eps, precision = config.norm_eps, config.precision
     return nn.LayerNorm(
-        config.width,
-        epsilon=config.norm_eps,
-        use_scale=False,
-        use_bias=False,
-        precision=config.precision,
+        config.width, epsilon=eps, use_scale=False, use_bias=False, precision=precision
     )
-
-
-def _query_and_key_norm(config: Config) -> tuple[AnyNorm | None, AnyNorm | None]:
-    if config.qk_norm is None:
-        return None, None
-    queries, keys = (config.heads, config.kv_heads) if config.qk_norm == "all" else (1, 1)
-    head = config.head_dim
-    return _rms_norm(config, queries * head), _rms_norm(config, keys * head)
 
 
 def _rms_norm(config: Config, columns: int) -> nn.RMSNorm:
-    return nn.RMSNorm(
-        columns,
-        epsilon=config.norm_eps,
-        precision=config.precision,
-        param_dtype=config.param_dtype,
-    )
+    eps, precision = config.norm_eps, config.precision
+    return nn.RMSNorm(columns, epsilon=eps, precision=precision, param_dtype=config.param_dtype)
 
 
 # --- Running them ----------------------------------------------------------------------------
@@ -282,24 +266,13 @@ def shard_batch(x: Float[Array, "B ..."], axes: tuple[str, ...]) -> Float[Array,
     mesh = jax.sharding.get_abstract_mesh()
     if not axes or mesh.empty:
         return x
-    if missing := [name for name in axes if name not in mesh.axis_names]:
-        raise ValueError(
-            f"batch_axes={axes} names {missing}, and the mesh has {mesh.axis_names}. Name axes of "
-            "the mesh, or leave batch_axes empty."
-        )
     # Within shard_map an axis is manual: the batch is sharded along it already.
-    automatic = tuple(name for name in axes if name in mesh.auto_axes)
-    parts = 1
-    for name in automatic:
-        parts *= mesh.shape[name]
-    if x.shape[0] % parts:
-        raise ValueError(
-            f"A batch of {x.shape[0]} cannot be sharded over {parts} devices along {automatic}: "
-            f"make it a multiple of {parts}, or name fewer batch_axes."
-        )
+    automatic = tuple(a for a in axes if a not in (*mesh.manual_axes, *mesh.explicit_axes))
     if not automatic:
         return x
-    return lax.with_sharding_constraint(x, PartitionSpec(automatic))
+    spec = PartitionSpec(automatic)
+    NamedSharding(mesh, spec).shard_shape(x.shape)  # raises if it does not divide: jit would pad
+    return lax.with_sharding_constraint(x, spec)
 
 
 def shard_params(params: Any) -> Any:
@@ -314,10 +287,12 @@ def require_tokens(
 ) -> None:
     """Raises unless a model of this config can read what `Llama.__call__` takes."""
     given = {"tokens": tokens, "positions": positions, "segments": segments}
-    for name, array in given.items():
-        if array is not None and not hasattr(array, "dtype"):
+    arrays = {name: array for name, array in given.items() if array is not None}
+    for name, array in arrays.items():
+        if not jnp.issubdtype(getattr(array, "dtype", jnp.float32), jnp.integer):
             raise TypeError(
-                f"{name} are an array, not {type(array).__name__}: pass jnp.asarray({name})."
+                f"{name} are an array of whole numbers, not {brief(array)}: pass "
+                f"jnp.asarray({name}, jnp.int32)."
             )
     if tokens.ndim != 2:
         raise ValueError(
@@ -329,31 +304,11 @@ def require_tokens(
             f"A sequence of {tokens.shape[1]} tokens is longer than context={config.context}. "
             "Truncate it, or replace `context` in the model's Config."
         )
-    whole = tokens.shape
-    allowed = {"tokens": [whole], "positions": [whole, whole[1:]], "segments": [whole]}
-    for name, array in given.items():
-        if array is None:
-            continue
-        if not jnp.issubdtype(array.dtype, jnp.integer):
-            raise TypeError(f"{name} are whole numbers, not {array.dtype.name}.")
-        if name != "tokens":  # which `ops.embedding` checks
-            _require_kept(name, array)
-        if array.shape not in allowed[name]:
-            shapes = " or ".join(map(str, allowed[name]))
+    for name, array in arrays.items():
+        allowed = [tokens.shape, tokens.shape[1:]] if name == "positions" else [tokens.shape]
+        if array.shape not in allowed:
+            shapes = " or ".join(map(str, allowed))
             raise ValueError(
                 f"{name} of shape {array.shape} came with tokens of shape {tokens.shape}: they "
                 f"should be {shapes}."
             )
-
-
-def _require_kept(name: str, array: Array) -> None:
-    """Raises if JAX would change the numbers of a NumPy array by casting them to 32 bits."""
-    kind = jax.dtypes.canonicalize_dtype(array.dtype)
-    if not isinstance(array, np.ndarray) or kind == array.dtype:
-        return
-    limits = np.iinfo(kind)
-    if (outside := array[(array < limits.min) | (array > limits.max)]).size:
-        raise UserError(
-            f"{name} include {outside[0]}, and JAX casts {array.dtype.name} to {kind.name}, which "
-            f"ends at {limits.max}. Use smaller numbers, or set jax_enable_x64."
-        )

@@ -4,114 +4,42 @@ Sizes are those of the models' config.json on Hugging Face. What a run chooses (
 mesh axes, scan, remat) is left at its default: use `dataclasses.replace`.
 """
 
-import dataclasses
+from typing import Any
 
 from coat_jax.errors import UserError
 from coat_jax.models.config import Config
 from coat_jax.ops import Llama3Scaling, Rotary
 
-# 0.9 million parameters, over bytes. Every matrix is large enough for FP8 optimizer states.
-TINY = Config(
-    vocab=256, width=128, layers=4, heads=4, kv_heads=4, head_dim=32, ffn=384, context=1024
-)
+SIZES = ("vocab", "width", "layers", "heads", "kv_heads", "head_dim", "ffn", "context")
 
-LLAMA2_7B = Config(
-    vocab=32000,
-    width=4096,
-    layers=32,
-    heads=32,
-    kv_heads=32,
-    head_dim=128,
-    ffn=11008,
-    context=4096,
-)
-LLAMA2_13B = dataclasses.replace(LLAMA2_7B, width=5120, layers=40, heads=40, kv_heads=40, ffn=13824)
-# The first LLaMA's 33B: Llama 2 has no such size.
-LLAMA_30B = dataclasses.replace(
-    LLAMA2_7B,
-    width=6656,
-    layers=60,
-    heads=52,
-    kv_heads=52,
-    ffn=17920,
-    context=2048,
-    norm_eps=1e-6,
-)
-LLAMA3_8B = dataclasses.replace(
-    LLAMA2_7B, vocab=128256, kv_heads=8, ffn=14336, context=8192, rotary=Rotary(5e5)
-)
-LLAMA31_8B = dataclasses.replace(LLAMA3_8B, context=131072, rotary=Rotary(5e5, Llama3Scaling()))
 
-MISTRAL_7B = dataclasses.replace(LLAMA2_7B, kv_heads=8, ffn=14336, context=32768, window=4096)
+def _preset(*sizes: int, **features: Any) -> Config:
+    """A config from its SIZES and the features in which it differs from Llama 2."""
+    return Config(**features, **dict[str, Any](zip(SIZES, sizes, strict=True)))
 
-QWEN2_7B = Config(
-    vocab=152064,
-    width=3584,
-    layers=28,
-    heads=28,
-    kv_heads=4,
-    head_dim=128,
-    ffn=18944,
-    context=131072,
-    norm_eps=1e-6,
-    qkv_bias=True,
-    rotary=Rotary(1e6),
-)
-QWEN2_05B = dataclasses.replace(
-    QWEN2_7B,
-    vocab=151936,
-    width=896,
-    layers=24,
-    heads=14,
-    kv_heads=2,
-    head_dim=64,
-    ffn=4864,
-    tied=True,
-)
 
-QWEN3_8B = Config(
-    vocab=151936,
-    width=4096,
-    layers=36,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    ffn=12288,
-    context=40960,
-    norm_eps=1e-6,
-    qk_norm="head",
-    rotary=Rotary(1e6),
-)
-QWEN3_06B = dataclasses.replace(QWEN3_8B, width=1024, layers=28, heads=16, ffn=3072, tied=True)
-
-OLMO_7B = dataclasses.replace(LLAMA2_7B, vocab=50304, context=2048, norm="layer")
-OLMO_1B = dataclasses.replace(
-    OLMO_7B, width=2048, layers=16, heads=16, kv_heads=16, ffn=8192, tied=True
-)
-OLMO2_7B = dataclasses.replace(
-    LLAMA2_7B,
-    vocab=100352,
-    norm_eps=1e-6,
-    norms="after",
-    qk_norm="all",
-    rotary=Rotary(5e5),
-)
+LLAMA3, LLAMA31 = Rotary(5e5), Rotary(5e5, Llama3Scaling())
+QWEN: dict[str, Any] = {"norm_eps": 1e-6, "rotary": Rotary(1e6)}
+QWEN2, QWEN3 = QWEN | {"qkv_bias": True}, QWEN | {"qk_norm": "head"}
+OLMO2: dict[str, Any] = {"norm_eps": 1e-6, "norms": "after", "qk_norm": "all"}
 
 PRESETS = {
-    "tiny": TINY,
-    "llama2_7b": LLAMA2_7B,
-    "llama2_13b": LLAMA2_13B,
-    "llama_30b": LLAMA_30B,
-    "llama3_8b": LLAMA3_8B,
-    "llama3.1_8b": LLAMA31_8B,
-    "mistral_7b": MISTRAL_7B,
-    "qwen2_0.5b": QWEN2_05B,
-    "qwen2_7b": QWEN2_7B,
-    "qwen3_0.6b": QWEN3_06B,
-    "qwen3_8b": QWEN3_8B,
-    "olmo_1b": OLMO_1B,
-    "olmo_7b": OLMO_7B,
-    "olmo2_7b": OLMO2_7B,
+    # 0.9 million parameters, over bytes. Every matrix is large enough for FP8 optimizer states.
+    "tiny": _preset(256, 128, 4, 4, 4, 32, 384, 1024),
+    "llama2_7b": _preset(32000, 4096, 32, 32, 32, 128, 11008, 4096),
+    "llama2_13b": _preset(32000, 5120, 40, 40, 40, 128, 13824, 4096),
+    # The first LLaMA's 33B: Llama 2 has no such size.
+    "llama_30b": _preset(32000, 6656, 60, 52, 52, 128, 17920, 2048, norm_eps=1e-6),
+    "llama3_8b": _preset(128256, 4096, 32, 32, 8, 128, 14336, 8192, rotary=LLAMA3),
+    "llama3.1_8b": _preset(128256, 4096, 32, 32, 8, 128, 14336, 131072, rotary=LLAMA31),
+    "mistral_7b": _preset(32000, 4096, 32, 32, 8, 128, 14336, 32768, window=4096),
+    "qwen2_0.5b": _preset(151936, 896, 24, 14, 2, 64, 4864, 131072, **QWEN2, tied=True),
+    "qwen2_7b": _preset(152064, 3584, 28, 28, 4, 128, 18944, 131072, **QWEN2),
+    "qwen3_0.6b": _preset(151936, 1024, 28, 16, 8, 128, 3072, 40960, **QWEN3, tied=True),
+    "qwen3_8b": _preset(151936, 4096, 36, 32, 8, 128, 12288, 40960, **QWEN3),
+    "olmo_1b": _preset(50304, 2048, 16, 16, 16, 128, 8192, 2048, norm="layer", tied=True),
+    "olmo_7b": _preset(50304, 4096, 32, 32, 32, 128, 11008, 2048, norm="layer"),
+    "olmo2_7b": _preset(100352, 4096, 32, 32, 32, 128, 11008, 4096, **OLMO2, rotary=LLAMA3),
 }
 
 

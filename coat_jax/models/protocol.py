@@ -117,10 +117,6 @@ class ModelConfig:
         """The first parts of the paths of parameters that the first and the last stage share."""
         return ()
 
-    def sharded_sizes(self) -> Mapping[str, Mapping[str, int]]:
-        """By role of a mesh axis (a field of `axes`), the sizes that it must divide."""
-        return {}
-
     def work_per_token(self, sequence: int) -> Work | None:
         """The arithmetic for a token of a sequence of this length; None if it is not known."""
         return None

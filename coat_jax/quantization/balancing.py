@@ -30,22 +30,19 @@ from jaxtyping import Float, Int
 
 from coat_jax.errors import UserError
 from coat_jax.models import Config, Llama, lazy_arrays
-from coat_jax.models.lazy_arrays import Index, LazyArray, Name, Parameters
-from coat_jax.quantization.calibration import Ranges, observe, require_finite
-from coat_jax.quantization.projections import SHARING, name_of, require_quantizable
+from coat_jax.models.lazy_arrays import Index, LazyArray, Name, Parameters, dotted_name
+from coat_jax.quantization.calibration import Ranges, observe
+from coat_jax.quantization.projections import PROJECTIONS, name_of, require_quantizable
 
 # Bounds of s, as exponents. A column that is small on the text grows to 4 times its size at most:
 # on another text it may be as large as the others.
 LEAST_EXPONENT, MOST_EXPONENT = -2, 12
-PROJECTIONS = [part for sharing in SHARING for part in sharing]
 NORMS = {
     "attention.norm.scale": ("attention.query", "attention.key", "attention.value"),
     "mlp.norm.scale": ("mlp.gate", "mlp.up"),
 }
 
-
 # Powers of two that a parameter is multiplied by: arrays of its shape, or of size 1 along an axis.
-# Those of all layers are stacked.
 Factors = tuple[np.ndarray, ...]
 
 
@@ -62,32 +59,44 @@ def balance(model: Llama, token_batches: Iterable[Int[ArrayLike, "B S"]]) -> Lla
     require_quantizable(model)
     require_balanceable(model.config)
     parameters = lazy_arrays.parameters_of(model)
-    factors = find_factors(model.config, parameters, observe(model, token_batches))
+    balanced = balance_parameters(model.config, parameters, observe(model, token_batches))
     graph, state = nnx.split(model)
     flat = dict(nnx.to_flat_state(state))
-    for name, one in balance_parameters(parameters, factors).items():
+    for name, one in balanced.items():
         if one is not parameters[name]:
             flat[name] = flat[name].replace(lazy_arrays.place(one, flat[name][...]))
-    balanced: Llama = nnx.merge(graph, nnx.from_flat_state(flat))
-    return balanced
+    merged: Llama = nnx.merge(graph, nnx.from_flat_state(flat))
+    return merged
 
 
 def balance_parameters(
-    parameters: Parameters, factors: Mapping[Name, Factors]
+    config: Config, parameters: Parameters, ranges: Ranges
 ) -> dict[Name, LazyArray]:
     """`balance`, for parameters that are read in parts: each part is scaled when it is read.
 
     Args:
-        parameters: of a model, its layers stacked or not.
-        factors: from `find_factors`.
+        config: of the model.
+        parameters: of it, its layers stacked or not.
+        ranges: of the inputs of all projections, from `observe`.
     """
-    found = dict(parameters)
+    apart = lazy_arrays.arrange(parameters, scan=False)
+    factors: dict[str, list[Factors]] = {}
+    for i in range(config.layers):
+        weights = {part: apart[name_of(f"layers.{i}.{part}")] for part in PROJECTIONS}
+        inputs = {part: ranges[f"layers.{i}.{part}"].columns for part in PROJECTIONS}
+        for part, found in _factors_of_layer(config, weights, inputs).items():
+            factors.setdefault(part, []).append(found)
+    balanced = dict(parameters)
     for name, one in parameters.items():
-        layer = tuple(part for part in name if isinstance(part, int))
-        of_layers = factors.get(tuple(part for part in name if isinstance(part, str)), ())
-        if of_layers:
-            found[name] = _scale_when_read(one, tuple(factor[layer] for factor in of_layers))
-    return found
+        part = dotted_name(tuple(key for key in name[1:] if isinstance(key, str)))
+        if of_layers := factors.get(part):
+            layer = name[1]
+            if isinstance(layer, int):
+                found = of_layers[layer]
+            else:
+                found = tuple(map(np.stack, zip(*of_layers, strict=True)))
+            balanced[name] = _scale_when_read(one, found)
+    return balanced
 
 
 def require_balanceable(config: Config) -> None:
@@ -99,34 +108,9 @@ def require_balanceable(config: Config) -> None:
         )
 
 
-def find_factors(config: Config, parameters: Parameters, ranges: Ranges) -> dict[Name, Factors]:
-    """Returns the factors of parameters, named as in a model whose layers are stacked.
-
-    Args:
-        config: of the model.
-        parameters: of it, its layers stacked or not.
-        ranges: of the inputs of all projections, from `observe`.
-    """
-    apart = lazy_arrays.arrange(parameters, scan=False)
-    of_layers = []
-    for i in range(config.layers):
-        paths = {part: f"layers.{i}.{part}" for part in PROJECTIONS}
-        for path in paths.values():
-            require_finite(path, ranges[path])
-        weights = {part: apart[name_of(path)].whole() for part, path in paths.items()}
-        inputs = {part: ranges[path].columns for part, path in paths.items()}
-        of_layers.append(_factors_of_layer(config, weights, inputs))
-    return {
-        ("layers", *part.split(".")): tuple(
-            map(np.stack, zip(*(found[part] for found in of_layers), strict=True))
-        )
-        for part in of_layers[0]
-    }
-
-
 def _factors_of_layer(
     config: Config,
-    weights: Mapping[str, Float[np.ndarray, "K N"]],
+    weights: Mapping[str, LazyArray],
     inputs: Mapping[str, Float[np.ndarray, " K"]],
 ) -> dict[str, Factors]:
     """Returns the factors of a layer; `inputs` are the largest magnitudes of columns."""
@@ -134,7 +118,7 @@ def _factors_of_layer(
 
     def row_maxima(part: str) -> Float[np.ndarray, " K"]:
         """The largest magnitude in each row of a weight, when its columns have been scaled."""
-        scaled = _scale(weights[part], found.get(part, ()))
+        scaled = _scale_when_read(weights[part], found.get(part, ())).whole()
         largest: np.ndarray = np.abs(scaled.astype(np.float32)).max(axis=1)
         return largest
 
@@ -174,18 +158,11 @@ def _factors_of_columns(
     return np.exp2(np.clip(np.rint(powers), LEAST_EXPONENT, MOST_EXPONENT))
 
 
-def _scale(values: np.ndarray, factors: Factors) -> np.ndarray:
-    for factor in factors:
-        values = values * factor.astype(values.dtype)
-    return values
-
-
 def _scale_when_read(one: LazyArray, factors: Factors) -> LazyArray:
-    def part(factor: np.ndarray, index: Index) -> np.ndarray:
-        sizes = zip(index, factor.shape, strict=True)
-        inside: np.ndarray = factor[tuple(i if size > 1 else slice(None) for i, size in sizes)]
-        return inside
+    def read(index: Index) -> np.ndarray:
+        values = one.read(index)
+        for factor in factors:
+            values = values * np.broadcast_to(factor.astype(values.dtype), one.shape)[index]
+        return values
 
-    return one._replace(
-        read=lambda index: _scale(one.read(index), tuple(part(f, index) for f in factors))
-    )
+    return one._replace(read=read)

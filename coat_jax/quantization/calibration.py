@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 from coat_jax.errors import UserError
 from coat_jax.models import Llama
 from coat_jax.models.batches import require_known
+from coat_jax.models.lazy_arrays import dotted_name
 from coat_jax.models.llama import require_tokens
 from coat_jax.nn.modular import Dense
 from coat_jax.numerics import eight_bits
@@ -86,8 +87,11 @@ def calibrate(
     recipe.require_matches(paths_of(model.config))
     found = observe(model, token_batches, recipe.is_left)
     for path, inputs in found.items():
-        require_finite(path, inputs)
-        _require_range(path, inputs)
+        if inputs.largest < eight_bits.SMALLEST_SCALE:
+            raise UserError(
+                f"The inputs of {path} are all zero on the calibration text: their range is empty. "
+                "Calibrate on more text, or leave this projection as it is."
+            )
     return found
 
 
@@ -109,13 +113,21 @@ def observe(
         require_known("The calibration text has", tokens.ravel(), model.config.vocab)
         if tokens.size == 0:
             continue
-        x = observed.embedded(jnp.asarray(tokens, jnp.int32))
+        x = observed.embed_tokens(jnp.asarray(tokens, jnp.int32))
         for i, (graph, state) in enumerate(blocks):
             x, seen = _run_layer(graph, state, x)
-            for path, inputs in _by_path(seen, i).items():
+            for name, of_input in seen.items():
+                path, inputs = f"layers.{i}.{name}", to_host(of_input)
                 found[path] = found[path] + inputs if path in found else inputs
     if not found:
         raise UserError("The calibration text is empty: it has no tokens.")
+    found = {path: found[path] for path in paths_of(model.config) if path in found}
+    for path, inputs in found.items():
+        if inputs.counts[FIRST_NOT_FINITE:].any() or not np.isfinite(inputs.squares):
+            raise UserError(
+                f"The inputs of {path} are not finite on the calibration text: the model's "
+                "parameters are damaged, or its numbers exceed its dtype."
+            )
     return found
 
 
@@ -192,20 +204,12 @@ def _error(
 # --- One pass --------------------------------------------------------------------------------
 
 
-class _Seen(nnx.Variable):
-    """Statistics of a projection's input, in the program of a layer."""
-
-
 class _Observed(Dense):
     """A projection that counts its inputs."""
 
-    def __init__(self, kernel: nnx.Param, bias: nnx.Param | None):
-        super().__init__(kernel, bias)
-        self.seen = _Seen(jnp.zeros(()))
-
     def __call__(self, x: Float[Array, "*rows K"]) -> Float[Array, "*rows N"]:
         """Applies the layer to the last axis."""
-        self.seen.set_value(statistics(x))
+        self.seen = nnx.Intermediate(statistics(x))
         return super().__call__(x)
 
 
@@ -233,34 +237,9 @@ def to_host(found: Any) -> Inputs:
 
 
 @partial(jax.jit, static_argnums=0)
-def _run_layer(graph: Any, state: Any, x: Float[Array, "B S D"]) -> tuple[Array, Any]:
+def _run_layer(graph: Any, state: Any, x: Float[Array, "B S D"]) -> tuple[Array, dict[str, Any]]:
     """The residual stream after a layer, and the statistics of its projections' inputs."""
     block = nnx.merge(graph, state)
     y = block(x)
-    return y, nnx.state(block, _Seen)
-
-
-def _by_path(seen: Any, layer: int) -> dict[str, Inputs]:
-    found = {}
-    for path, leaf in nnx.to_flat_state(seen):
-        name = ".".join(("layers", str(layer), *map(str, path[:-1])))
-        found[name] = to_host(leaf.get_value())
-    return found
-
-
-def require_finite(path: str, inputs: Inputs) -> None:
-    """Raises if a projection has seen a NaN or an infinity."""
-    if inputs.counts[FIRST_NOT_FINITE:].any() or not np.isfinite(inputs.squares):
-        raise UserError(
-            f"The inputs of {path} are not finite on the calibration text: the model's parameters "
-            "are damaged, or its numbers exceed its dtype."
-        )
-
-
-def _require_range(path: str, inputs: Inputs) -> None:
-    """Raises unless there is a range that a scale can be made from."""
-    if inputs.largest < eight_bits.SMALLEST_SCALE:
-        raise UserError(
-            f"The inputs of {path} are all zero on the calibration text: their range is empty. "
-            "Calibrate on more text, or leave this projection as it is."
-        )
+    seen = nnx.to_flat_state(nnx.state(block, nnx.Intermediate))
+    return y, {dotted_name(path[:-1]): leaf.get_value() for path, leaf in seen}

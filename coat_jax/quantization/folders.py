@@ -9,10 +9,10 @@ Everything else is as `coat.models.hf` reads and writes it.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,21 +26,18 @@ from coat_jax.files import expand_user
 from coat_jax.models import Config, Llama, hf, lazy_arrays
 from coat_jax.models.hf.config import from_json as model_from_json
 from coat_jax.models.hf.config import to_json as model_to_json
-from coat_jax.models.hf.files import CODES, FLOATS, NewTensors, Tensors, read_config_json
-from coat_jax.models.hf.names import file_order, is_transposed, tensors_of
-from coat_jax.models.hf.weights import require_names
-from coat_jax.models.lazy_arrays import Index, LazyArray, Name, Parameters
+from coat_jax.models.hf.files import CODES, FLOATS, NewTensors, Spec, read_config_json
+from coat_jax.models.hf.names import is_transposed, shapes_in_files, tensors_of
+from coat_jax.models.hf.weights import orient, tensors_in
+from coat_jax.models.lazy_arrays import Index, LazyArray, Name, Parameters, dotted_name
 from coat_jax.models.protocol import require_capability
+from coat_jax.nn.quantized import QuantizedLinear
 from coat_jax.numerics import eight_bits
+from coat_jax.ops import Quantized
 from coat_jax.quantization import layout
 from coat_jax.quantization.calibration import Ranges
-from coat_jax.quantization.projections import (
-    inference_config,
-    is_quantized,
-    plain_name,
-    projection_of,
-)
-from coat_jax.quantization.quantize import abstract, choose_schemes, quantized_arrays, schemes_of
+from coat_jax.quantization.projections import inference_config, is_quantized, plain_name
+from coat_jax.quantization.quantize import abstract, choose_schemes, round_weight, schemes_of
 from coat_jax.quantization.recipe import Recipe, Scheme
 
 PER_INT32 = 4
@@ -48,7 +45,9 @@ PER_INT32 = 4
 
 def read_config(folder: str | Path) -> Config:
     """The Config of a quantized folder."""
-    return _config(read_config_json(expand_user(folder)))
+    config_json = read_config_json(expand_user(folder))
+    config_json.pop(layout.ENTRY, None)
+    return inference_config(model_from_json(config_json))
 
 
 def load(folder: str | Path, config: Config | None = None, *, mesh: Mesh | None = None) -> Llama:
@@ -67,17 +66,17 @@ def load(folder: str | Path, config: Config | None = None, *, mesh: Mesh | None 
             f"{folder} holds no quantized model: its config.json has no {layout.ENTRY}. "
             "`coat convert` makes a quantized model from others."
         )
-    config = _config(config_json) if config is None else inference_config(config)
-    tensors = Tensors(folder, FLOATS | CODES)
-    last = f"model.layers.{config.layers - 1}."
-    if not any(name.startswith(last) for name in tensors.names()):  # building layers takes long
-        raise UserError(
-            f"{folder} has no tensors {last}*, and its config.json or the Config describes a model "
-            f"of {config.layers:,} layers."
-        )
-    schemes = layout.from_json(config_json.get(layout.ENTRY), config)
+    config = read_config(folder) if config is None else inference_config(config)
+    schemes = layout.from_json(config_json[layout.ENTRY], config)
+    tensors = tensors_in(folder, config, FLOATS | CODES)
+    needed = _specs(config, schemes, np.dtype(np.float32))
+    lazy_arrays.require_same(
+        folder,
+        {name: _describe(*spec) for name, spec in needed.items()},
+        {name: _describe(one.shape, one.dtype) for name, one in tensors.items()},
+    )
     graph, state = abstract(config, schemes, mesh=mesh)
-    return lazy_arrays.fill(graph, state, _read(tensors, config, schemes, state))
+    return lazy_arrays.fill(graph, state, _arrays(state, config, tensors))
 
 
 def save(
@@ -100,8 +99,10 @@ def save(
     require_capability("quantization.save(folder, model)", model, "layers", "head_weight")
     if not is_quantized(model):
         raise ValueError("save writes a model that quantize() returned; hf.save writes others.")
-    arrays = ((path, leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model)))
-    _write(folder, model.config, schemes_of(model), arrays, dtype, extra, file_bytes)
+    state, modules = nnx.state(model, nnx.Param), nnx.iter_modules(model)
+    values = {plain_name(path): leaf[...] for path, leaf in nnx.to_flat_state(state)}
+    values |= {path: m.weight() for path, m in modules if isinstance(m, QuantizedLinear)}
+    _write(folder, model.config, schemes_of(model), values.items(), dtype, extra, file_bytes)
 
 
 def save_quantized(
@@ -127,21 +128,21 @@ def save_quantized(
         progress: called with the number of bytes quantized since its last call.
     """
     config = inference_config(config)
+    lazy_arrays.require_parameters(config, parameters)
     parameters = lazy_arrays.arrange(parameters, scan=False)
-    lazy_arrays.require_same(config, parameters)
-    kind = np.dtype(config.param_dtype)
 
     def parameter_at(name: Name) -> np.ndarray:
-        return lazy_arrays.cast(parameters[name], kind).whole()
+        return lazy_arrays.cast(parameters[name], np.dtype(config.param_dtype)).whole()
 
-    def read(name: Name) -> np.ndarray:
-        progress(lazy_arrays.size_of(parameters[name]))
-        return parameter_at(name)
+    def values() -> Iterator[tuple[Name, Any]]:
+        for name, one in parameters.items():
+            progress(one.nbytes)
+            path, value = dotted_name(name), parameter_at(name)
+            scheme = schemes.get(path)
+            yield name, round_weight(path, value, scheme, recipe, ranges) if scheme else value
 
     schemes = choose_schemes(config, recipe, ranges, parameter_at)
-    _, state = abstract(config, schemes)
-    arrays = quantized_arrays(state, read, schemes, recipe, ranges)
-    _write(folder, config, schemes, arrays, dtype, extra, file_bytes)
+    _write(folder, config, schemes, values(), dtype, extra, file_bytes)
     return schemes
 
 
@@ -149,102 +150,97 @@ def _write(
     folder: str | Path,
     config: Config,
     schemes: Mapping[str, Scheme],
-    arrays: Iterable[tuple[Name, Any]],
+    values: Iterable[tuple[Name, Any]],
     dtype: DTypeLike | None,
     extra: Mapping[str, Any] | None,
     file_bytes: int,
 ) -> None:
-    """Writes the arrays of a quantized model, in any order; see `save`."""
-    folder, kind = expand_user(folder), jnp.dtype(config.dtype if dtype is None else dtype)
+    """Writes the weights of a model, those that have a scheme `Quantized`; see `save`."""
+    kind = jnp.dtype(config.dtype if dtype is None else dtype)
     data = {**model_to_json(config, kind), **(extra or {})}
     data[layout.ENTRY] = layout.to_json(config, schemes)
-    _, state = abstract(config, schemes)
-    tensors = _tensors(state, config, schemes, kind)
-    specs = {t.name: (t.shape, t.dtype) for of_path in tensors.values() for t in of_path}
-    folder.mkdir(parents=True, exist_ok=True)
-    new = NewTensors(folder, dict(sorted(specs.items(), key=file_order)), file_bytes)
-    for path, array in arrays:
-        value = np.asarray(array)
-        for tensor in tensors[path]:
-            arranged = tensor.arrange(value)
-            new.write(tensor.name, (slice(None),) * arranged.ndim, arranged)
+    specs = _specs(config, schemes, kind)
+    new = NewTensors(expand_user(folder), specs, file_bytes)
+    for name, value in values:
+        (tensor,) = tensors_of(name, config)
+        for stored, array in _tensors(tensor, value, specs).items():
+            new.write(stored, (slice(None),) * array.ndim, np.asarray(array))
     new.finish(data)
-
-
-def _config(config_json: Mapping[str, Any]) -> Config:
-    return inference_config(
-        model_from_json({k: v for k, v in config_json.items() if k != layout.ENTRY})
-    )
 
 
 # --- Tensors ---------------------------------------------------------------------------------
 
 
-class _Tensor(NamedTuple):
-    """A tensor in the files, and the array that it holds."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    arrange: Callable[[np.ndarray], np.ndarray]  # makes the tensor from the array
-    # A part of the array, from the files; None if the array is in another tensor.
-    read: Callable[[Tensors, Index], np.ndarray] | None
-
-
-def _tensors(
-    state: Any, config: Config, schemes: Mapping[str, Scheme], kind: np.dtype
-) -> dict[Name, list[_Tensor]]:
-    """The tensors of each array; `kind` is the dtype of those that are not quantized."""
-    return {
-        path: _tensors_of(path, tuple(leaf.shape), schemes, config, kind)
-        for path, leaf in nnx.to_flat_state(state)
-    }
-
-
-def _tensors_of(
-    path: Name,
-    shape: tuple[int, ...],
-    schemes: Mapping[str, Scheme],
-    config: Config,
-    kind: np.dtype,
-) -> list[_Tensor]:
-    owner, single = projection_of(path), np.dtype(np.float32)
-    module = layout.module_of(owner) if owner else ""
-    match path[-1] if owner else "":
-        case "codes":
-            return _tensors_of_codes(module, shape, schemes[owner])
-        case "scale" | "input_scale" as scale:
-            scales = f"{module}.{'weight_scale' if scale == 'scale' else scale}"
-
-            def read_scales(tensors: Tensors, index: Index) -> np.ndarray:
-                return np.asarray(tensors.read(scales, (*index, slice(None)))[..., 0])
-
-            return [_Tensor(scales, (*shape, 1), single, lambda x: x[..., None], read_scales)]
-    (name,) = tensors_of(plain_name(path), config)
-    if not is_transposed(name):
-        return [_Tensor(name, shape, kind, np.asarray, lambda tensors, i: tensors.read(name, i))]
-
-    def read(tensors: Tensors, index: Index) -> np.ndarray:
-        return tensors.read(name, index[::-1]).T
-
-    return [_Tensor(name, shape[::-1], kind, np.transpose, read)]
+def _specs(config: Config, schemes: Mapping[str, Scheme], kind: np.dtype) -> dict[str, Spec]:
+    """Shapes and dtypes of the tensors in files; `kind` is the dtype of what is not quantized."""
+    scheme_of = {layout.module_of(path): scheme for path, scheme in schemes.items()}
+    found: dict[str, Spec] = {}
+    for name, shape in shapes_in_files(config).items():
+        module = name.removesuffix(".weight")
+        scheme = scheme_of.get(module)
+        if scheme is None:
+            found[name] = shape, kind
+            continue
+        found[f"{module}.weight_scale"] = (shape[0], 1), np.dtype(np.float32)
+        if scheme.activations == "static":
+            found[f"{module}.input_scale"] = (1,), np.dtype(np.float32)
+        if layout.storage_of(scheme) == layout.PACKED:
+            packed = shape[0], math.ceil(shape[1] / PER_INT32)
+            found[f"{module}.weight_packed"] = packed, np.dtype(np.int32)
+            found[f"{module}.weight_shape"] = (2,), np.dtype(np.int64)
+        else:
+            found[name] = shape, jnp.dtype(eight_bits.DTYPES[scheme.format])
+    return found
 
 
-def _tensors_of_codes(module: str, shape: tuple[int, ...], scheme: Scheme) -> list[_Tensor]:
-    if layout.storage_of(scheme) != layout.PACKED:
-        name, dtype = f"{module}.weight", jnp.dtype(eight_bits.DTYPES[scheme.format])
-        read = lambda tensors, index: tensors.read(name, index)  # noqa: E731
-        return [_Tensor(name, shape, dtype, np.asarray, read)]
-    packed, size = f"{module}.weight_packed", np.array(shape, np.int64)
+def _describe(shape: tuple[int, ...], dtype: np.dtype) -> str:
+    """A spec in errors; all floats are alike, since they are cast."""
+    return f"{'float' if dtype.name in FLOATS.values() else dtype.name} {shape}"
 
-    def unpacked(tensors: Tensors, index: Index) -> np.ndarray:
-        return _unpack(tensors.read(packed, (index[0], slice(None))), shape[1])[:, index[1]]
 
-    inside = (shape[0], math.ceil(shape[1] / PER_INT32))
-    return [
-        _Tensor(packed, inside, np.dtype(np.int32), _pack, unpacked),
-        _Tensor(f"{module}.weight_shape", (2,), size.dtype, lambda _: size, None),
-    ]
+def _tensors(name: str, value: Any, specs: Mapping[str, Spec]) -> dict[str, Any]:
+    """The tensors in which a parameter is stored."""
+    if not isinstance(value, Quantized):
+        return {name: value.T if is_transposed(name) else value}
+    module = name.removesuffix(".weight")
+    found = {f"{module}.weight_scale": value.scale[:, None]}
+    if value.input_scale is not None:
+        found[f"{module}.input_scale"] = value.input_scale[None]
+    if name in specs:
+        return found | {name: value.codes}
+    packed, size = _pack(np.asarray(value.codes)), np.array(value.codes.shape)
+    return found | {f"{module}.weight_packed": packed, f"{module}.weight_shape": size}
+
+
+def _arrays(state: Any, config: Config, tensors: Mapping[str, LazyArray]) -> dict[Name, LazyArray]:
+    """The inverse of `_tensors`: the arrays of a quantized model, to be read in parts."""
+    found = {}
+    for path, leaf in nnx.to_flat_state(state):
+        name = plain_name(path)
+        (tensor,) = tensors_of(name, config)
+        module = tensor.removesuffix(".weight")
+        match path[-1] if name != path else "":
+            case "scale" | "input_scale" as scale:
+                one = tensors[f"{module}.{'weight_scale' if scale == 'scale' else scale}"]
+                one = one._replace(read=partial(_read_scales, one))
+            case "codes" if tensor not in tensors:
+                one = tensors[f"{module}.weight_packed"]
+                read = partial(_read_packed, one, leaf.shape[1])
+                one = one._replace(dtype=np.dtype(np.int8), read=read)
+            case "codes":
+                one = tensors[tensor]
+            case _:
+                one = orient(tensor, tensors[tensor])
+        found[path] = one._replace(shape=leaf.shape)
+    return found
+
+
+def _read_scales(scales: LazyArray, index: Index) -> np.ndarray:
+    return np.asarray(scales.read((*index, slice(None)))[..., 0])
+
+
+def _read_packed(packed: LazyArray, columns: int, index: Index) -> np.ndarray:
+    return _unpack(packed.read((index[0], slice(None))), columns)[:, index[1]]
 
 
 def _pack(codes: Int8[np.ndarray, "N K"]) -> Int32[np.ndarray, "N P"]:
@@ -257,29 +253,3 @@ def _unpack(packed: Int32[np.ndarray, "N P"], columns: int) -> Int8[np.ndarray, 
     """The inverse of `_pack`."""
     raised = np.ascontiguousarray(packed, "<i4").view(np.uint8)[:, :columns]
     return (raised.astype(np.int16) - 128).astype(np.int8)
-
-
-# --- Reading ---------------------------------------------------------------------------------
-
-
-def _read(
-    everything: Tensors, config: Config, schemes: Mapping[str, Scheme], state: Any
-) -> dict[Name, LazyArray]:
-    """The parameters in a folder, to be read in parts."""
-    expected = _tensors(state, config, schemes, jnp.dtype(config.param_dtype))
-    needed = {tensor.name for tensors in expected.values() for tensor in tensors}
-    require_names(needed, everything, config)
-    found = {}
-    for path, leaf in nnx.to_flat_state(state):
-        tensor, *_ = expected[path]
-        assert tensor.read is not None
-        shape, dtype = everything.spec(tensor.name)
-        are_floats = {dtype.name, tensor.dtype.name} <= set(FLOATS.values())  # which are cast
-        if shape != tensor.shape or not (dtype == tensor.dtype or are_floats):
-            raise UserError(
-                f"{tensor.name} in {everything.folder} is {dtype.name} of shape {shape}, and "
-                f"config.json says {tensor.dtype.name} of shape {tensor.shape}."
-            )
-        read, shape = partial(tensor.read, everything), tuple(leaf.shape)
-        found[path] = LazyArray(shape, leaf.dtype, shape, read)
-    return found

@@ -14,9 +14,8 @@
 INT8 weights whose inputs are not rounded are packed: that is the only way in which vLLM reads them.
 """
 
-import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, get_args
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, get_args
 
 from coat_jax.errors import UserError
 from coat_jax.models import Config
@@ -32,7 +31,7 @@ Json = dict[str, Any]
 
 ENTRY = "quantization_config"  # of config.json
 METHOD = "compressed-tensors"
-LINEAR = "Linear"  # torch's class, of all projections and the head
+LINEAR, PATTERN = "Linear", "re:"  # torch's class, of all projections and the head
 TYPES: dict[EightBits, str] = {"int8": "int", "fp8": "float"}
 STRATEGIES: dict[Activations, str] = {"static": "tensor", "dynamic": "token"}
 PACKED, MIXED = "pack-quantized", "mixed-precision"
@@ -87,24 +86,52 @@ def from_json(data: Any, config: Config) -> dict[str, Scheme]:
     groups, ignore = data.get("config_groups"), data.get("ignore") or []
     if not isinstance(groups, Mapping) or not isinstance(ignore, list):
         raise UserError(f"config.json: {ENTRY} has no config_groups that coat_jax can read.")
-    ignored = [_target(text) for text in ignore]
-    targets = []
     for name, group in groups.items():
         texts = group.get("targets") if isinstance(group, Mapping) else None
         if not isinstance(texts, list):
             raise UserError(f"config.json: {ENTRY}.{name} has targets={brief(texts)}.")
-        targets += [(_target(text), name) for text in texts]
-    _require_few_ways([*ignored, *(target for target, _ in targets)])
+    targets = [(str(text), name) for name, group in groups.items() for text in group["targets"]]
+    ignored = [*map(str, ignore)]
+    path_of = {module_of(path): path for path in paths_of(config)}
+    matches = _matches([*ignored, *(text for text, _ in targets)], path_of)
     schemes: dict[str, Scheme] = {}
-    for path in paths_of(config):
-        module = module_of(path)
-        if any(target.pattern.match(module) for target in ignored):
+    for module, path in path_of.items():
+        found = [(_rank(text), name) for text, name in targets if module in matches[text]]
+        if not found or any(module in matches[text] for text in ignored):
             continue
-        found = [(t.rank, name) for t, name in targets if t.pattern.match(module)]
-        first = {name: groups[name] for rank, name in found if rank == min(found)[0]}
-        if found:
-            schemes[path] = _one_scheme(module, first)
+        first = {name: _scheme(name, groups[name]) for rank, name in found if rank == min(found)[0]}
+        if len(set(first.values())) > 1:
+            raise UserError(
+                f"config.json: {ENTRY} has {' and '.join(first)} for {module}, and they quantize "
+                "it differently: leave it in one of them."
+            )
+        schemes[path] = next(iter(first.values()))
     return schemes
+
+
+def _rank(text: str) -> int:
+    """0 for a name, 1 for a pattern, 2 for a class; the lowest one that fits counts."""
+    return 2 if text == LINEAR else int(text.startswith(PATTERN))
+
+
+def _matches(texts: Iterable[str], modules: Collection[str]) -> dict[str, set[str]]:
+    """The modules that each target means; raises where matching could take very long."""
+    found, ways = {}, 0
+    for text in dict.fromkeys(texts):
+        found[text] = {*modules} if _rank(text) == 2 else {text}
+        if _rank(text) != 1:
+            continue
+        try:
+            pattern, more = patterns.compile_bounded(text.removeprefix(PATTERN))
+            if (ways := ways + more) > patterns.MOST_WAYS:
+                raise ValueError(f"a name could match in more than {patterns.MOST_WAYS:,} ways")
+        except ValueError as error:
+            raise UserError(
+                f"config.json: {ENTRY} has the pattern {brief(text)}, which is not matched: "
+                f"{error}. Write a simpler one, or the names themselves."
+            ) from None
+        found[text] = {module for module in modules if pattern.match(module)}
+    return found
 
 
 def _group_of(scheme: Scheme) -> Json:
@@ -119,59 +146,6 @@ def _group_of(scheme: Scheme) -> Json:
         "input_activations": inputs,
         "output_activations": None,
     }
-
-
-class _Target(NamedTuple):
-    """A target of a group.
-
-    Attributes:
-        text: as it is in the file.
-        rank: 0 for a name, 1 for a pattern, 2 for a class; the lowest one that fits counts.
-        pattern: matches the names of its modules.
-        ways: how many ways there are to match a name, at most.
-    """
-
-    text: str
-    rank: int
-    pattern: re.Pattern[str]
-    ways: int = 0
-
-
-def _target(value: Any) -> _Target:
-    text = str(value)
-    if text == LINEAR:
-        return _Target(text, 2, re.compile(""))
-    if not text.startswith("re:"):
-        return _Target(text, 0, re.compile(rf"{re.escape(text)}\Z"))
-    try:
-        return _Target(text, 1, *patterns.compile_bounded(text.removeprefix("re:")))
-    except ValueError as error:
-        raise UserError(
-            f"config.json: {ENTRY} has the pattern {brief(text)}, which is not matched: {error}. "
-            "Write a simpler one, or the names themselves."
-        ) from None
-
-
-def _require_few_ways(targets: Sequence[_Target]) -> None:
-    """Raises if matching all patterns could take very long."""
-    if sum(target.ways for target in targets) > patterns.MOST_WAYS:
-        worst = max(targets, key=lambda target: target.ways)
-        raise UserError(
-            f"config.json: {ENTRY} has patterns that could match a name in more than "
-            f"{patterns.MOST_WAYS:,} ways, {brief(worst.text)} in most of them. Write one with "
-            "fewer quantifiers, or the names themselves."
-        )
-
-
-def _one_scheme(module: str, groups: Mapping[str, Any]) -> Scheme:
-    """The scheme of a module, on which the groups that name it agree."""
-    schemes = {name: _scheme(name, group) for name, group in groups.items()}
-    if len(set(schemes.values())) > 1:
-        raise UserError(
-            f"config.json: {ENTRY} has {' and '.join(schemes)} for {module}, and they quantize it "
-            "differently: leave it in one of them."
-        )
-    return next(iter(schemes.values()))
 
 
 def _scheme(name: str, group: Json) -> Scheme:

@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from flax import nnx
 
 from coat_jax import models
@@ -18,12 +17,7 @@ from coat_jax.errors import UserError
 from coat_jax.models import Config, Llama
 from coat_jax.models.lazy_arrays import Name
 from coat_jax.models.protocol import require_capability
-from coat_jax.nn.modular import (
-    ATTENTION_PROJECTIONS,
-    MLP_PROJECTIONS,
-    ModularAttention,
-    ModularGatedMLP,
-)
+from coat_jax.nn.modular import ModularAttention, ModularGatedMLP
 from coat_jax.precision import BF16
 
 # Projections of one input have one format, because vLLM fuses each line into one product.
@@ -33,6 +27,7 @@ SHARING = (
     ("mlp.gate", "mlp.up"),
     ("mlp.down",),
 )
+PROJECTIONS = [part for sharing in SHARING for part in sharing]
 
 # Makes the module of a projection, from its path, its weight [K, N] and its bias.
 Make = Callable[[str, nnx.Param, nnx.Param | None], nnx.Module]
@@ -49,15 +44,9 @@ def name_of(path: str) -> Name:
     return (layers, int(layer), *rest)
 
 
-def projection_of(path: Name) -> str:
-    """The path of the projection that an array belongs to; empty for those of other modules."""
-    ours = len(path) == 5 and path[3] in (*ATTENTION_PROJECTIONS, *MLP_PROJECTIONS)
-    return ".".join(map(str, path[:4])) if ours else ""
-
-
 def plain_name(path: Name) -> Name:
     """The name of the parameter, in a model that is not quantized, that an array is made of."""
-    if not projection_of(path):
+    if len(path) < 5 or f"{path[2]}.{path[3]}" not in PROJECTIONS:
         return path
     return (*path[:3], f"{path[3]}_bias") if path[-1] == "bias" else path[:4]
 
@@ -82,11 +71,13 @@ def unstack(model: Llama) -> Llama:
     Arrays are shared; those of stacked layers are copied.
     """
     require_quantizable(model)
-    config = inference_config(model.config)
-    have = dict(nnx.to_flat_state(nnx.state(model)))
-    graph, state = models.abstract(config)
-    values = {path: _value_of(path, have, model.config) for path, _ in nnx.to_flat_state(state)}
-    flat = {path: leaf.replace(values[path]) for path, leaf in nnx.to_flat_state(state)}
+    have = {path: leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model))}
+
+    def value_of(path: Name) -> Any:
+        return have[path] if path in have else have[path[0], *path[2:]][path[1]]
+
+    graph, state = models.abstract(inference_config(model.config))
+    flat = {path: leaf.replace(value_of(path)) for path, leaf in nnx.to_flat_state(state)}
     plain: Llama = nnx.merge(graph, nnx.from_flat_state(flat))
     return plain
 
@@ -114,12 +105,3 @@ def require_quantizable(model: Llama) -> None:
 def is_quantized(model: Llama) -> bool:
     """Whether the projections of a model are modules."""
     return not model.config.scan and isinstance(model.layers[0].attention, ModularAttention)
-
-
-def _value_of(path: Name, have: dict[Name, Any], config: Config) -> jax.Array:
-    if path in have:
-        return have[path][...]
-    assert config.scan
-    stacked, layer = have[path[0], *path[2:]], path[1]
-    one: jax.Array = stacked[...][layer]
-    return one

@@ -1,7 +1,7 @@
 """Post-training quantization of a model, one parameter after another."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,8 @@ from jaxtyping import Array, Float
 from coat_jax import models, ops
 from coat_jax.errors import UserError
 from coat_jax.models import Config, Llama
-from coat_jax.models.creation import mesh_that_is_set, with_shardings
-from coat_jax.models.lazy_arrays import Name
+from coat_jax.models.creation import with_shardings
+from coat_jax.models.lazy_arrays import Name, dotted_name
 from coat_jax.nn.modular import Dense
 from coat_jax.nn.quantized import QuantizedLinear
 from coat_jax.numerics import eight_bits
@@ -28,7 +28,6 @@ from coat_jax.quantization.projections import (
     groups_of,
     name_of,
     paths_of,
-    plain_name,
     replace_projections,
     unstack,
 )
@@ -52,51 +51,22 @@ def quantize(model: Llama, recipe: Recipe, ranges: Ranges | None = None) -> Llam
     plain = unstack(model)
     arrays = {name: leaf[...] for name, leaf in nnx.to_flat_state(nnx.state(plain))}
     schemes = choose_schemes(plain.config, recipe, ranges, arrays.__getitem__)
-    graph, state = abstract(plain.config, schemes)
-    values = dict(quantized_arrays(state, arrays.__getitem__, schemes, recipe, ranges))
-    flat = {path: leaf.replace(values[path]) for path, leaf in nnx.to_flat_state(state)}
-    small: Llama = nnx.merge(graph, nnx.from_flat_state(flat))
-    return small
-
-
-def quantized_arrays(
-    state: Any,
-    parameter_at: ParameterAt,
-    schemes: Mapping[str, Scheme],
-    recipe: Recipe,
-    ranges: Ranges | None,
-) -> Iterator[tuple[Name, Array | np.ndarray]]:
-    """The path in `state` and the value of each array; each parameter is read once.
-
-    Args:
-        state: of the quantized model, from `abstract`.
-        parameter_at: reads a parameter of the model that is not quantized, when it is needed.
-        schemes: from `choose_schemes`.
-        recipe, ranges: see `quantize`.
-    """
-    paths_from: dict[Name, list[Name]] = {}
-    for path, _ in nnx.to_flat_state(state):
-        paths_from.setdefault(plain_name(path), []).append(path)
-    for name, paths in paths_from.items():
-        projection, value = ".".join(map(str, name)), parameter_at(name)
-        if projection in schemes:
-            rounded = _round_weight(projection, value, schemes[projection], recipe, ranges)
-            for path in paths:
-                yield path, getattr(rounded, str(path[-1]))
-        else:
-            yield from ((path, value) for path in paths)
+    return _quantize_projections(
+        plain,
+        schemes,
+        lambda path, weight: round_weight(path, weight, schemes[path], recipe, ranges),
+    )
 
 
 def schemes_of(model: Llama) -> dict[str, Scheme]:
     """The scheme of each quantized projection of a model, by its path."""
-    found = {}
-    for i, block in enumerate(model.layers):
-        for part in ("attention", "mlp"):
-            for name, layer in vars(getattr(block, part)).items():
-                if isinstance(layer, QuantizedLinear):
-                    format = eight_bits.format_of_codes(layer.codes[...].dtype)
-                    found[f"layers.{i}.{part}.{name}"] = Scheme(format, layer.activations)
-    return found
+    return {
+        dotted_name(path): Scheme(
+            eight_bits.format_of_codes(layer.codes[...].dtype), layer.activations
+        )
+        for path, layer in nnx.iter_modules(model)
+        if isinstance(layer, QuantizedLinear)
+    }
 
 
 def abstract(
@@ -109,31 +79,37 @@ def abstract(
         schemes: of the projections that are quantized.
         mesh: see `coat.models.abstract`.
     """
-    mesh = mesh_that_is_set() if mesh is None else mesh
+    mesh = jax.sharding.get_mesh() if mesh is None else mesh
 
-    def make(path: str, kernel: nnx.Param, bias: nnx.Param | None) -> nnx.Module:
-        if path not in schemes:
-            return Dense(kernel, bias)
-        shape, scheme = kernel[...].shape, schemes[path]
-        codes = jnp.zeros(shape[::-1], eight_bits.DTYPES[scheme.format])
-        one = jnp.ones((), jnp.float32) if scheme.activations == "static" else None
-        weight = ops.Quantized(codes, jnp.ones(shape[1], jnp.float32), one)
-        return QuantizedLinear(
-            weight, bias, activations=scheme.activations, sharding=sharding_of(kernel)
-        )
+    def empty(path: str, weight: Array) -> ops.Quantized:
+        codes = jnp.zeros(weight.shape[::-1], eight_bits.DTYPES[schemes[path].format])
+        one = jnp.ones((), jnp.float32) if schemes[path].activations == "static" else None
+        return ops.Quantized(codes, jnp.ones(weight.shape[1], jnp.float32), one)
 
     graph, state = models.abstract(config, mesh=mesh)
     with contextlib.nullcontext() if mesh.empty else jax.set_mesh(mesh):
         shapes = nnx.eval_shape(
-            lambda state: replace_projections(nnx.merge(graph, state), make), state
+            lambda state: _quantize_projections(nnx.merge(graph, state), schemes, empty), state
         )
     graph, state = nnx.split(shapes)
     return graph, state if mesh.empty else with_shardings(state, mesh)
 
 
-def sharding_of(kernel: nnx.Param) -> tuple[str | None, ...]:
-    """The mesh axes of a weight, inputs first."""
-    return tuple(kernel.get_metadata().get("out_sharding") or ())
+def _quantize_projections(
+    plain: Llama,
+    schemes: Mapping[str, Scheme],
+    rounded: Callable[[str, Array], ops.Quantized],
+) -> Llama:
+    """`plain` with its projections that have a scheme replaced by their `rounded` weights."""
+
+    def make(path: str, kernel: nnx.Param, bias: nnx.Param | None) -> nnx.Module:
+        if path not in schemes:
+            return Dense(kernel, bias)
+        sharding = tuple(kernel.get_metadata().get("out_sharding") or ())
+        weight, activations = rounded(path, kernel[...]), schemes[path].activations
+        return QuantizedLinear(weight, bias, activations=activations, sharding=sharding)
+
+    return replace_projections(plain, make)
 
 
 # --- Parts -----------------------------------------------------------------------------------
@@ -151,7 +127,7 @@ def choose_schemes(
         parameter_at: reads a parameter, for a recipe that compares formats.
     """
     recipe.require_matches(paths_of(config))
-    if recipe.calibrated:
+    if recipe.needs_calibration:
         for path in paths_of(config):
             if not recipe.is_left(path) and path not in (ranges or {}):
                 raise UserError(
@@ -168,7 +144,7 @@ def choose_schemes(
     return schemes
 
 
-def _round_weight(
+def round_weight(
     path: str,
     weight: Float[ArrayLike, "K N"],
     scheme: Scheme,
@@ -176,24 +152,24 @@ def _round_weight(
     ranges: Ranges | None,
 ) -> ops.Quantized:
     """The codes and scales of a projection's weight, and the scale of its input if it is static."""
+    fit, percentile = recipe.fit, recipe.percentile
     weight = jnp.asarray(weight)
-    codes, scale = _round(weight, scheme.format, recipe.fit, recipe.percentile)
-    if not bool(jnp.isfinite(scale).all()):
+    rounded = _round(weight, scheme.format, fit=fit, percentile=percentile)
+    if not bool(jnp.isfinite(rounded.scale).all()):
         raise UserError(
             f"The weight {path} has a NaN or an infinity: its range is not finite. The model's "
             "parameters are damaged."
         )
     if scheme.activations != "static":
-        return ops.Quantized(codes, scale, None)
+        return rounded
     assert ranges is not None
     if ranges[path].columns.size != weight.shape[0]:
         raise UserError(
             f"The ranges of {path} are of an input with {ranges[path].columns.size} columns, and "
-            f"its weight has {weight.shape[0]} inputs: pass what calibrate() returns for this "
-            "model."
+            f"its weight has {weight.shape[0]} inputs: they belong to another model."
         )
     of_input = jnp.float32(input_scale(ranges[path], scheme.format, recipe))
-    return ops.Quantized(codes, scale, of_input)
+    return rounded._replace(input_scale=of_input)
 
 
 def _format(
@@ -218,18 +194,10 @@ def _format(
     return min(CANDIDATES, key=noise)
 
 
-_STATIC = {"static_argnames": ("name", "fit", "percentile")}
+_round = jax.jit(ops.quantize_weight, static_argnames=("format", "fit", "percentile"))
 
 
-@partial(jax.jit, **_STATIC)
-def _round(
-    weight: Float[Array, "K N"], name: EightBits, fit: Fit, percentile: float
-) -> tuple[Array, Array]:
-    codes, scale, _ = ops.quantize_weight(weight, name, fit=fit, percentile=percentile)
-    return codes, scale
-
-
-@partial(jax.jit, **_STATIC)
+@partial(jax.jit, static_argnames=("name", "fit", "percentile"))
 def _noise(
     weight: Float[Array, "K N"], name: EightBits, fit: Fit, percentile: float
 ) -> Float[Array, ""]:

@@ -1,7 +1,6 @@
 """How the linear layers of a model are quantized: their formats, and how inputs are rounded."""
 
 import dataclasses
-import difflib
 import fnmatch
 from collections.abc import Iterable
 from typing import Annotated, Literal, NamedTuple
@@ -46,7 +45,7 @@ class Recipe:
         require_fields(self)
 
     @property
-    def calibrated(self) -> bool:
+    def needs_calibration(self) -> bool:
         """Whether the recipe needs calibration, to see the inputs of layers."""
         mixed = self.format == "mixed" and self.activations != "none"
         return self.activations == "static" or mixed
@@ -60,10 +59,9 @@ class Recipe:
         known = list(paths)
         for glob in self.leave:
             if not fnmatch.filter(known, glob):
-                near = difflib.get_close_matches(glob, known, 3, 0.3) or known[:3]
                 raise UserError(
                     f"leave={glob!r} matches no projection. It is a glob of whole paths, as in "
-                    f"{', '.join(near)}."
+                    f"{', '.join(known[:7])}."
                 )
         if all(map(self.is_left, known)):
             raise UserError(f"leave={self.leave!r} matches every projection: nothing is quantized.")

@@ -93,7 +93,7 @@ class After:
     def quantized(self, model: Llama, name: str) -> list[float]:
         """The held-out loss of each batch, by a recipe."""
         recipe = RECIPES[name]
-        ranges = self._calibrated(model, recipe) if recipe.calibrated else None
+        ranges = self._calibrated(model, recipe) if recipe.needs_calibration else None
         return self._losses(quantize(model, recipe, ranges))
 
     def further(self, precision: Precision) -> Losses:

@@ -186,6 +186,7 @@ def test_a_text_begins_as_the_tokenizer_says(before, scored, tmp_path, capsys):
         ("--text BINARY", "is not text in UTF-8"),
         ("--text TEXT --window 33", "A window of 33 must be from 2 to the model's context"),
         ("--tasks TASKS --window 9", "--window is for texts (--text FILE): leave it out"),
+        ("--text TEXT --devices 3", "cannot be sharded as P"),
         ("--text TEXT --tokenizer WORDS", "words.json has a vocabulary of 300, and the model one"),
     ],
 )

@@ -193,7 +193,7 @@ def test_the_tokens_that_end_a_text_are_found(theirs, tmp_path):
         (["--prompt", "a", "--precision", "fp4"], "no precision 'fp4'. Use one of bf16"),
         (["--prompt", "a", "--step", "7"], "no checkpoint of step 7 in"),
         (["--prompt", "a", "--devices", "9"], "--devices 9: JAX finds 8 here"),
-        (["--prompt", "a", "--devices", "3"], "cannot be sharded over 3 devices"),
+        (["--prompt", "a", "--devices", "3"], "cannot be sharded as P"),
         (["--prompt", "a", "--tokenizer", "none.json"], "no tokenizer file none.json"),
         (["--prompts", "none.txt"], "There is no file none.txt"),
     ],

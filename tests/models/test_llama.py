@@ -312,15 +312,13 @@ def ints(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-ONE, LARGE = jnp.array([[1, 2]]), np.array([[0, 2**32 + 1]])
 UNREADABLE = [
     ((ints(8),), ValueError, r"not of shape \(8,\). Add a batch axis"),
     ((ints(2, 65),), ValueError, "65 tokens is longer than context=64"),
-    ((np.zeros((2, 8), np.float32),), TypeError, "tokens are whole numbers, not float32"),
-    (([[1, 2]],), TypeError, r"tokens are an array, not .*: pass jnp.asarray\(tokens\)"),
+    ((np.zeros((2, 8), np.float32),), TypeError, "tokens are .* whole numbers, not float32"),
+    (([[1, 2]],), TypeError, r"tokens are an array of .*: pass jnp.asarray\(tokens, jnp.int32\)"),
     ((ints(2, 8), ints(2)), ValueError, r"positions of shape \(2,\) .* \(2, 8\) or \(8,\)"),
-    ((ONE, [0, 1]), TypeError, r"positions are an array, not .*: pass jnp.asarray\(posi"),
-    ((ONE, LARGE), UserError, "positions include 4294967297, and JAX casts int64 to int32"),
+    ((ints(1, 2), [0, 1]), TypeError, r"positions are an array .*: pass jnp.asarray\(posi"),
     ((ints(2, 8), None, ints(8)), ValueError, r"segments of shape \(8,\)"),
 ]
 
@@ -334,9 +332,8 @@ def test_a_model_refuses_what_it_cannot_read(args, error, message):
 @pytest.mark.parametrize(
     ("changes", "names", "message"),
     [
-        (AXES, ("data", "shard", "tensor"), "axes.fsdp='fsdp' is not an axis of the mesh"),
-        (AXES | {"ffn": 127}, None, "ffn=127 cannot be sharded over 2 devices along 'tensor'"),
-        (AXES | {"width": 63}, None, "width=63 cannot be sharded over 2 devices along 'fsdp'"),
+        (AXES, ("data", "shard", "tensor"), "axis: fsdp .* is not found in mesh"),
+        (AXES | {"ffn": 127}, None, r"mlp.down of shape \(2, 127, 64\) cannot be sharded as P"),
         (AXES, "none", "names axes of a mesh, and there is none"),
         (AXES, "explicit", r"must be automatic\. Make it with"),
     ],
@@ -352,21 +349,12 @@ def test_a_mesh_that_does_not_fit_is_refused(changes, names, message):
         models.create(variant(**changes), mesh=mesh)
 
 
-def test_a_model_is_not_created_in_a_program():
-    def made():
-        return nnx.state(models.create(SMALL))
-
-    for program in (jax.jit(made), nnx.jit(made), lambda: nnx.eval_shape(made)):
-        with pytest.raises(UserError, match=r"create compiles by itself\. .*abstract\(config\)"):
-            program()
-
-
 def test_batch_axes_must_be_there_and_divide_the_batch():
     config = variant(batch_axes=("data", "fsdp"))
-    uneven = pytest.raises(ValueError, match="batch of 6 cannot be sharded over 4 devices")
+    uneven = pytest.raises(ValueError, match=r"axis 0 is partitioned 4 times.* size is 6")
     with jax.set_mesh(automatic_mesh(2, 2, 2)), uneven:
         shapes_of(config, ints(6, 8))
-    missing = pytest.raises(ValueError, match=r"batch_axes=.* names \['fsdp'\]")
+    missing = pytest.raises(ValueError, match=r"axis: fsdp .* is not found in mesh")
     with jax.set_mesh(automatic_mesh(8, names=("data",))), missing:
         shapes_of(config, ints(8, 8))
     assert shapes_of(config, ints(6, 8)).shape == (6, 8, 256)  # no mesh, nothing to shard

@@ -10,5 +10,5 @@ TOKENS = np.random.default_rng(0).integers(0, SMALL.vocab, (2, 2, 16))
 
 def quantized(model, **recipe):
     recipe = q.Recipe(**recipe)
-    ranges = q.calibrate(model, TOKENS, recipe) if recipe.calibrated else None
+    ranges = q.calibrate(model, TOKENS, recipe) if recipe.needs_calibration else None
     return q.quantize(model, recipe, ranges)

@@ -20,7 +20,6 @@ from coat_jax.quantization.balancing import (
     MOST_EXPONENT,
     _factors_of_columns,
     balance_parameters,
-    find_factors,
 )
 from coat_jax.quantization.calibration import observe
 
@@ -120,9 +119,8 @@ def test_it_does_not_depend_on_the_mesh():
 @pytest.mark.parametrize("scan", [True, False])
 def test_parameters_that_are_read_in_parts_are_balanced_alike(scan):
     model = filled(CONFIG)
-    parameters = lazy_arrays.parameters_of(model)
-    factors = find_factors(CONFIG, parameters, observe(model, TOKENS))
-    found = balance_parameters(lazy_arrays.arrange(parameters, scan=scan), factors)
+    parameters = lazy_arrays.arrange(lazy_arrays.parameters_of(model), scan=scan)
+    found = balance_parameters(CONFIG, parameters, observe(model, TOKENS))
     wanted = lazy_arrays.arrange(lazy_arrays.parameters_of(q.balance(model, TOKENS)), scan=scan)
     for path, one in found.items():
         parts = one._replace(piece=tuple(-(-n // 2) for n in one.shape))

@@ -92,7 +92,7 @@ def test_it_sees_what_the_layers_get_but_for_those_that_are_left():
     found = q.calibrate(model, TOKENS[:1], recipe)
     assert not any(path.endswith(("down", "value")) for path in found)
     assert len(found) == 5 * CONFIG.layers
-    n = model.layers[0].attention.norm(model.embedded(jnp.asarray(TOKENS[0])))
+    n = model.layers[0].attention.norm(model.embed_tokens(jnp.asarray(TOKENS[0])))
     for name in ("query", "key"):
         inputs = found[f"layers.0.attention.{name}"]
         assert inputs.largest == pytest.approx(float(abs(n).max()), rel=1e-6)

@@ -70,7 +70,7 @@ NAME = "model.layers.31.self_attn.q_proj"
     ("place", "pattern", "named"),
     [
         ("targets", "re:(.*.*)*X", r"'re:\(\.\*\.\*\)\*X'.* very long.*names themselves"),
-        ("ignore", "re:" + ".?" * 30 + "X", r"more than 4,000,000 ways, 're:\.\?"),
+        ("ignore", "re:" + ".?" * 30 + "X", r"'re:\.\?.*more than 4,000,000 ways"),
         ("ignore", "re:(", "missing \\)"),
     ],
 )

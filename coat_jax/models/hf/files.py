@@ -10,12 +10,12 @@ header in JSON, and the tensors one after another. Pickled checkpoints (.bin, .p
 unpickling runs whatever code they contain.
 """
 
-import contextlib
 import functools
+import itertools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,15 @@ from safetensors import SafetensorError, safe_open
 from coat_jax import manifest
 from coat_jax.errors import UserError
 from coat_jax.files import MissingFile, read_json, require_regular
-from coat_jax.models.lazy_arrays import in_dtype
+from coat_jax.models.hf.names import file_order
+from coat_jax.models.lazy_arrays import Index, LazyArray, in_dtype, piece_of
 from coat_jax.writing import require_space
 
 CONFIG = "config.json"
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-FP8 = "F8_E4M3"
-CODES = {"I8": "int8", FP8: "float8_e4m3fn", "I32": "int32", "I64": "int64"}
+CODES = {"I8": "int8", "F8_E4M3": "float8_e4m3fn", "I32": "int32", "I64": "int64"}
 Spec = tuple[tuple[int, ...], np.dtype]  # of a tensor: its shape and dtype
 
 
@@ -44,74 +44,59 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     return read_json(folder / CONFIG)
 
 
-class Tensors:
-    """The tensors of a folder by name."""
+def read_tensors(folder: Path, kinds: Mapping[str, str] = FLOATS) -> dict[str, LazyArray]:
+    """The tensors of a folder by name, to be read in parts.
 
-    def __init__(self, folder: Path, kinds: Mapping[str, str] = FLOATS):
-        """Opens no file yet.
+    The first read from a file checks it, where there is a manifest.
 
-        Args:
-            folder: with safetensors files.
-            kinds: the dtypes that are read, by their names in the files, with NumPy's names:
-                FLOATS, with or without CODES.
-        """
-        self.folder = folder
-        self._file_of, self._kinds = _index(folder), kinds
-        self._check = functools.cache(functools.partial(manifest.check_if_listed, folder))
-
-    def names(self) -> set[str]:
-        """The names of all tensors."""
-        return set(self._file_of)
-
-    def spec(self, name: str) -> Spec:
-        """The shape and the dtype of a tensor; raises unless the dtype is one that is read."""
-        with self._slice(name) as tensor:
-            return tuple(tensor.get_shape()), jnp.dtype(self._dtype_of(name, tensor))
-
-    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A part of a tensor. The first read from a file checks it, where there is a manifest."""
-        self._check(self._file_of[name])
-        with self._slice(name) as tensor:
-            if self._dtype_of(name, tensor) != CODES[FP8]:
-                return tensor[index]
-        # safetensors supports only NumPy's own dtypes, which have no FP8.
-        return np.array(_map(self.folder / self._file_of[name], name)[index])
-
-    @contextlib.contextmanager
-    def _slice(self, name: str) -> Iterator[Any]:
-        """A tensor, to be read while its file is open."""
-        file = self._file_of[name]
-        with _open(self.folder / file) as handle:
-            if name not in handle.keys():  # noqa: SIM118 (it is no mapping)
-                raise UserError(f"{INDEX} says that {name} is in {file}, which has no such tensor.")
-            yield handle.get_slice(name)
-
-    def _dtype_of(self, name: str, tensor: Any) -> str:
-        dtype = tensor.get_dtype()
-        if dtype not in self._kinds:
+    Args:
+        folder: with safetensors files.
+        kinds: the dtypes that are read, by their names in the files, with NumPy's names: FLOATS,
+            with or without CODES.
+    """
+    header_of = functools.cache(lambda file: _header(folder / file))
+    check = functools.cache(functools.partial(manifest.check_if_listed, folder))
+    found = {}
+    for name, file in _index(folder).items():
+        if name.endswith("rotary_emb.inv_freq"):
+            continue  # in old checkpoints; the Config says what they are
+        if name not in header_of(file):
+            raise UserError(f"{INDEX} says that {name} is in {file}, which has no such tensor.")
+        kind, shape, offset = header_of(file)[name]
+        if kind not in kinds:
             raise UserError(
-                f"{name} in {self.folder} is stored as {dtype}, and coat_jax reads "
-                f"{', '.join(self._kinds)}. Load the model with transformers, dequantized, and "
-                "save it."
+                f"{name} in {folder} is stored as {kind}, and coat_jax reads {', '.join(kinds)}. "
+                "Load the model with transformers, dequantized, and save it."
             )
-        return self._kinds[dtype]
+        place = folder / file, jnp.dtype(kinds[kind]), "r", offset, shape
+        read = functools.partial(_read, check, place)
+        piece = piece_of(shape, place[1].itemsize, stacked=False)
+        found[name] = LazyArray(shape, place[1], piece, read)
+    return found
 
 
-def _open(path: Path) -> Any:
+def _read(check: Callable[[str], None], place: tuple[Any, ...], index: Index) -> np.ndarray:
+    check(place[0].name)
+    # safetensors' own reader supports only NumPy's own dtypes, which have no FP8.
+    return np.array(np.memmap(*place)[index])
+
+
+def _header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """The dtype, the shape and the place of each tensor in a file."""
     require_regular(path)
     try:
-        return safe_open(path, framework="numpy")
+        with safe_open(path, framework="numpy"):  # checks the header
+            pass
     except SafetensorError as error:
         raise UserError(f"{path} is damaged or truncated: {error}. Copy it here again.") from None
-
-
-def _map(path: Path, name: str) -> np.ndarray:
-    """A tensor in FP8, mapped into memory. The file has been opened, so its header is sound."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        entry = json.loads(file.read(size))[name]
-    offset, shape = 8 + size + entry["data_offsets"][0], tuple(entry["shape"])
-    return np.memmap(path, jnp.float8_e4m3fn, mode="r", offset=offset, shape=shape)
+        header = json.loads(file.read(size))
+    return {
+        name: (entry["dtype"], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
 
 
 def _index(folder: Path) -> dict[str, str]:
@@ -124,17 +109,14 @@ def _index(folder: Path) -> dict[str, str]:
     if os.path.lexists(folder / INDEX):
         file_of: dict[str, str] = read_json(folder / INDEX).get("weight_map", {})
         if not isinstance(file_of, dict) or not file_of:
-            raise UserError(
-                f"{INDEX} in {folder} has no weight_map: it is not an index of tensors."
-            )
+            raise UserError(f"{INDEX} in {folder} has no weight_map: it is no index of tensors.")
         for file in file_of.values():
             is_name = isinstance(file, str) and Path(file).name == file
             if not is_name or not (folder / file).is_file():
                 raise MissingFile(f"{INDEX} names the file {file!r}, not in {folder}.")
         return file_of
     if os.path.lexists(folder / WHOLE):
-        with _open(folder / WHOLE) as handle:
-            return dict.fromkeys(handle.keys(), WHOLE)
+        return dict.fromkeys(_header(folder / WHOLE), WHOLE)
     there = sorted(path.name for path in folder.iterdir())[:8]
     raise MissingFile(
         f"There is no {WHOLE} and no {INDEX} in {folder}, but {there}. Other formats are not "
@@ -149,62 +131,52 @@ class NewTensors:
         """Makes the files.
 
         Args:
-            folder: without a model or a run in it.
-            tensors: shape and dtype of each, by name, in the order of the files.
+            folder: without a model or a run in it; made if it is not there.
+            tensors: shape and dtype of each, by name.
             file_bytes: how large a file may become; a larger tensor has one for itself.
         """
         _require_no_model(folder)
-        self._folder, self._tensors = folder, dict(tensors)
-        sizes = {name: _size(*spec) for name, spec in tensors.items()}
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: tensors[name] for name in sorted(tensors, key=file_order)}
+        self._folder, self._tensors = folder, tensors
+        sizes = {n: math.prod(shape) * dtype.itemsize for n, (shape, dtype) in tensors.items()}
         groups = _distribute(sizes, file_bytes)
         require_space(folder, "The model", sum(sizes.values()))
         self._place: dict[str, tuple[Path, int]] = {}
+        kinds = {ours: theirs for theirs, ours in (FLOATS | CODES).items()}
         for number, names in enumerate(groups, 1):
             many = f"model-{number:05}-of-{len(groups):05}.safetensors"
             path = folder / (WHOLE if len(groups) == 1 else many)
-            header = self._header(names, sizes)
-            path.write_bytes(header)
-            offset = len(header)
-            for name in names:
-                self._place[name] = path, offset
-                offset += sizes[name]
-            os.truncate(path, offset)
+            # transformers refuses a file that does not say which framework wrote it.
+            header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+            ends = [0, *itertools.accumulate(sizes[name] for name in names)]
+            for name, begin, end in zip(names, ends, ends[1:], strict=False):
+                shape, dtype = tensors[name]
+                entry = {"dtype": kinds[dtype.name], "shape": list(shape)}
+                header[name] = entry | {"data_offsets": [begin, end]}
+            text = json.dumps(header, separators=(",", ":")).encode()
+            text += b" " * (-len(text) % 8)
+            path.write_bytes(len(text).to_bytes(8, "little") + text)
+            start = path.stat().st_size
+            self._place |= {n: (path, start + at) for n, at in zip(names, ends, strict=False)}
+            os.truncate(path, start + ends[-1])
         if len(groups) > 1:
             files = {name: path.name for name, (path, _) in sorted(self._place.items())}
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
 
-    def _header(self, names: Sequence[str], sizes: Mapping[str, int]) -> bytes:
-        # transformers refuses a file that does not say which framework wrote it.
-        content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        kinds = {ours: theirs for theirs, ours in (FLOATS | CODES).items()}
-        end = 0
-        for name in names:
-            begin, end = end, end + sizes[name]
-            shape, dtype = self._tensors[name]
-            kind, offsets = kinds[dtype.name], [begin, end]
-            content[name] = {"dtype": kind, "shape": list(shape), "data_offsets": offsets}
-        text = json.dumps(content, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
-
     def write(self, name: str, index: tuple[slice, ...], values: np.ndarray) -> None:
         """Fills in a part of a tensor, which has one or two axes."""
         path, offset = self._place[name]
         shape, dtype = self._tensors[name]
-        size = dtype.itemsize
         values = np.ascontiguousarray(in_dtype(values, dtype, name))
-        first = index[0].indices(shape[0])[0]
         columns = math.prod(shape[1:])
+        first, left = (*(i.indices(n)[0] for i, n in zip(index, shape, strict=True)), 0)[:2]
+        parts = [values] if values.shape[1:] == shape[1:] else values
         with path.open("r+b") as file:
-            if values.shape[1:] == shape[1:]:
-                file.seek(offset + first * columns * size)
-                file.write(values.view(np.uint8).data)
-                return
-            left = index[1].indices(columns)[0]
-            for number, row in enumerate(values, first):
-                file.seek(offset + (number * columns + left) * size)
-                file.write(row.view(np.uint8).data)
+            for row, part in enumerate(parts, first):
+                file.seek(offset + (row * columns + left) * dtype.itemsize)
+                file.write(part.view(np.uint8).data)
 
     def finish(self, config_json: Mapping[str, Any]) -> None:
         """Writes config.json, and the manifest of all files."""
@@ -231,7 +203,3 @@ def _distribute(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
         groups[-1].append(name)
         room -= size
     return groups
-
-
-def _size(shape: tuple[int, ...], dtype: np.dtype) -> int:
-    return math.prod(shape) * dtype.itemsize

@@ -4,10 +4,8 @@ A weight is [outputs, inputs] in the files and [inputs, outputs] here; with `Con
 parameter is the tensors of all layers, stacked.
 """
 
-from typing import Any
-
 from coat_jax.models.config import Config
-from coat_jax.models.lazy_arrays import Name
+from coat_jax.models.lazy_arrays import Name, stacked_shapes
 
 OUTSIDE: dict[Name, str] = {
     ("embed",): "model.embed_tokens.weight",
@@ -49,9 +47,18 @@ def is_transposed(tensor: str) -> bool:
     return tensor == HEAD or tensor.endswith("_proj.weight")
 
 
-def file_order(tensor: tuple[str, Any]) -> tuple[int, str]:
-    """The embedding, the layers in order, the rest."""
-    name, _ = tensor
+def shapes_in_files(config: Config) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a model."""
+    found = {}
+    for path, shape in stacked_shapes(config).items():
+        inside = shape[config.STACK in path :]
+        for name in tensors_of(path, config):
+            found[name] = inside[::-1] if is_transposed(name) else inside
+    return found
+
+
+def file_order(name: str) -> tuple[int, str]:
+    """Sorts the embedding first, then the layers in order, then the rest."""
     parts = name.split(".")
     if parts[1] == "layers":
         return int(parts[2]), name

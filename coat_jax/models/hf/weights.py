@@ -5,13 +5,11 @@ it); while it is saved, one piece of a parameter. `read` and `write` are for par
 in memory: see `coat_jax.models.lazy_arrays`. Tokenizers are left out.
 """
 
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -19,14 +17,20 @@ from coat_jax.errors import UserError
 from coat_jax.files import expand_user
 from coat_jax.models import lazy_arrays
 from coat_jax.models.config import Config
-from coat_jax.models.creation import abstract
 from coat_jax.models.hf.config import Json, from_json, to_json
-from coat_jax.models.hf.files import NewTensors, Tensors, read_config_json
-from coat_jax.models.hf.names import EMBEDDING, HEAD, file_order, is_transposed, tensors_of
-from coat_jax.models.lazy_arrays import Index, LazyArray, Name, Parameters
+from coat_jax.models.hf.files import FLOATS, NewTensors, read_config_json, read_tensors
+from coat_jax.models.hf.names import EMBEDDING, HEAD, is_transposed, shapes_in_files, tensors_of
+from coat_jax.models.lazy_arrays import (
+    LazyArray,
+    Name,
+    Parameters,
+    require_parameters,
+    require_same,
+    stack_of,
+    stacked_shapes,
+)
 from coat_jax.models.llama import Llama
 from coat_jax.models.protocol import require_capability
-from coat_jax.nn import MeshAxes
 
 FILE_BYTES = 5 * 10**9
 
@@ -78,17 +82,34 @@ def read(folder: str | Path, config: Config) -> dict[Name, LazyArray]:
         folder: with safetensors files.
         config: the model that they belong to.
     """
-    tensors = Tensors(expand_user(folder))
-    config = dataclasses.replace(config, scan=True, axes=MeshAxes())
-    _, state = abstract(config)
-    names = {path: tensors_of(path, config) for path, _ in nnx.to_flat_state(state)}
-    require_names({name for of_path in names.values() for name in of_path}, tensors, config)
+    tensors = tensors_in(folder, config)
+    require_same(folder, shapes_in_files(config), {n: one.shape for n, one in tensors.items()})
     found = {}
-    for path, leaf in nnx.to_flat_state(state):
-        is_stacked = config.STACK in path
-        ones = [_in_file(tensors, name, leaf.shape[is_stacked:]) for name in names[path]]
-        found[path] = lazy_arrays.stack_of(ones) if is_stacked else ones[0]
+    for path in stacked_shapes(config):
+        layers = [orient(name, tensors[name]) for name in tensors_of(path, config)]
+        found[path] = stack_of(layers) if config.STACK in path else layers[0]
     return found
+
+
+def tensors_in(
+    folder: str | Path, config: Config, kinds: Mapping[str, str] = FLOATS
+) -> dict[str, LazyArray]:
+    """The tensors in a folder, see `read_tensors`, without a head that is tied to the embedding."""
+    found = read_tensors(expand_user(folder), kinds)
+    head, embedding = found.get(HEAD), found.get(EMBEDDING)
+    if config.tied and head and embedding:
+        if not np.array_equal(head.whole(), embedding.whole()):
+            raise UserError(
+                f"config.json of {folder} ties head and embedding, and {HEAD} differs from "
+                f"{EMBEDDING}. Load it with a Config of tied=False."
+            )
+        del found[HEAD]
+    return found
+
+
+def orient(name: str, tensor: LazyArray) -> LazyArray:
+    """A tensor as a parameter: the axes of weights are exchanged."""
+    return tensor.transpose() if is_transposed(name) else tensor
 
 
 def write(
@@ -104,25 +125,17 @@ def write(
     """Writes config.json and parameters, of which one piece at a time is in memory.
 
     Args:
-        folder: see `save`.
         config: the model.
         parameters: of it.
-        dtype: see `save`.
-        extra: see `save`.
-        file_bytes: see `save`.
+        folder, dtype, extra, file_bytes: see `save`.
         progress: called with the number of bytes read since its last call.
     """
     folder, kind = expand_user(folder), jnp.dtype(config.param_dtype if dtype is None else dtype)
     data = {**to_json(config, kind), **(extra or {})}
-    lazy_arrays.require_same(config, parameters)
+    require_parameters(config, parameters)
     parameters = lazy_arrays.arrange(parameters, scan=True)
-    specs = {}
-    for path, one in parameters.items():
-        shape = one.shape[config.STACK in path :]
-        for name in tensors_of(path, config):
-            specs[name] = shape[::-1] if is_transposed(name) else shape, kind
-    folder.mkdir(parents=True, exist_ok=True)
-    new = NewTensors(folder, dict(sorted(specs.items(), key=file_order)), file_bytes)
+    specs = {name: (shape, kind) for name, shape in shapes_in_files(config).items()}
+    new = NewTensors(folder, specs, file_bytes)
     for path, one in parameters.items():
         names = tensors_of(path, config)
         for index in lazy_arrays.pieces(one):
@@ -137,44 +150,3 @@ def write(
                     new.write(name, inside, layer)
             progress(values.nbytes)
     new.finish(data)
-
-
-def _in_file(tensors: Tensors, name: str, shape: tuple[int, ...]) -> LazyArray:
-    """A parameter of one layer; raises where its tensor has another shape or is not a float."""
-    is_turned = is_transposed(name)
-    expected, (found, dtype) = shape[::-1] if is_turned else shape, tensors.spec(name)
-    if found != expected:
-        raise UserError(f"{name} in {tensors.folder} is {found}, and the Config says {expected}.")
-
-    def read(index: Index) -> np.ndarray:
-        return tensors.read(name, index[::-1]).T if is_turned else tensors.read(name, index)
-
-    piece = lazy_arrays.piece_of(shape, dtype.itemsize, stacked=False)
-    return LazyArray(shape, dtype, piece, read)
-
-
-def require_names(needed: set[str], tensors: Tensors, config: Config) -> None:
-    """Raises unless the folder has the tensors that the model needs, and no others."""
-    # Old checkpoints store the rotary frequencies too, which follow from the Config.
-    there = {name for name in tensors.names() if not name.endswith("rotary_emb.inv_freq")}
-    if config.tied and HEAD in there:
-        there.remove(HEAD)
-        _require_equal(tensors)
-    for kind, names in (("lacks", needed - there), ("has unexpected", there - needed)):
-        if names:
-            listed = ", ".join(sorted(names)[:5])
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            raise UserError(
-                f"{tensors.folder} {kind} tensors: {listed}{more}. Its config.json or the Config "
-                "describes another model."
-            )
-
-
-def _require_equal(tensors: Tensors) -> None:
-    everything = (slice(None), slice(None))
-    head, embedding = (tensors.read(name, everything) for name in (HEAD, EMBEDDING))
-    if head.shape != embedding.shape or not np.array_equal(head, embedding):
-        raise UserError(
-            f"config.json of {tensors.folder} ties head and embedding, and {HEAD} differs from "
-            f"{EMBEDDING}. Load it with a Config of tied=False."
-        )

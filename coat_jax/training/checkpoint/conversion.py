@@ -20,10 +20,10 @@ from coat_jax import quantization
 from coat_jax.errors import UserError
 from coat_jax.files import expand_user
 from coat_jax.models import hf, lazy_arrays
-from coat_jax.models.lazy_arrays import Index, LazyArray, Name, Parameters, dotted_name
+from coat_jax.models.lazy_arrays import Index, LazyArray, Name, dotted_name
 from coat_jax.nn import MeshAxes
 from coat_jax.quantization import Recipe
-from coat_jax.quantization.balancing import balance_parameters, find_factors, require_balanceable
+from coat_jax.quantization.balancing import balance_parameters, require_balanceable
 from coat_jax.quantization.calibration import observe
 from coat_jax.training.checkpoint import tokenizer_files, weights
 from coat_jax.training.families import hf_of
@@ -78,58 +78,54 @@ def convert(
     # A recipe rounds the parameters as they are stored; in FP32 that is with their corrections.
     if dtype is not None and (recipe is None or jnp.dtype(dtype) == jnp.float32):
         config = dataclasses.replace(config, param_dtype=jnp.dtype(dtype))
-    parameters = {
-        name: _finite(
-            dotted_name(name), lazy_arrays.cast(one, config.param_dtype, dotted_name(name))
-        )
-        for name, one in weights.parameters_of(source, config, step=step, note=note).items()
-    }
+    stored = weights.parameters_of(source, config, step=step, note=note)
+    parameters = {path: _cast_finite(path, one, config.param_dtype) for path, one in stored.items()}
     if recipe is not None or balance_on:
         config = quantization.inference_config(config)
         config = dataclasses.replace(config, axes=MeshAxes(), batch_axes=())
     if balance_on:
         require_balanceable(config)
-    total = sum(map(lazy_arrays.size_of, parameters.values()))
+    total = sum(one.nbytes for one in parameters.values())
     in_files: dict[str, Any] = {
         "dtype": dtype,
         "extra": special,
         "file_bytes": file_bytes,
         "progress": functools.partial(progress, total),
     }
+
+    def load() -> Any:
+        return lazy_arrays.load(config, parameters)
+
     failures = write_failures(new.parent, "The model", total)
     with atomic_folder(new, COMMAND) as folder, failures:
+        schemes, ranges = {}, None
         if balance_on:
-            parameters = _balance(config, parameters, balance_on)
-        schemes = {}
+            seen = observe(load(), _batches(balance_on, config.context))
+            parameters = balance_parameters(config, parameters, seen)
         if recipe is None:
             format.write(folder, config, parameters, **in_files)
         else:
-            ranges = None
-            if recipe.calibrated:
+            if recipe.needs_calibration:
                 batches = _batches(tokens, config.context)
-                ranges = quantization.calibrate(
-                    lazy_arrays.load(config, parameters), batches, recipe
-                )
+                ranges = quantization.calibrate(load(), batches, recipe)
             schemes = quantization.save_quantized(
                 folder, config, parameters, recipe, ranges, **in_files
             )
-        tokenizer_files.write(files, folder)
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
     return schemes
 
 
-def _balance(config: Any, parameters: Parameters, tokens: Sequence[int]) -> dict[Name, LazyArray]:
-    ranges = observe(lazy_arrays.load(config, parameters), _batches(tokens, config.context))
-    return balance_parameters(parameters, find_factors(config, parameters, ranges))
-
-
-def _finite(name: str, one: LazyArray) -> LazyArray:
-    """The same parameter; reading a NaN or an infinity raises."""
+def _cast_finite(path: Name, stored: LazyArray, dtype: Any) -> LazyArray:
+    """A parameter in another dtype; reading a NaN or an infinity raises."""
+    one = lazy_arrays.cast(stored, dtype, dotted_name(path))
 
     def read(index: Index) -> np.ndarray:
         part = one.read(index)
         if not np.isfinite(part).all():
             raise UserError(
-                f"{name} has a NaN or an infinity: the model is damaged, or its training diverged."
+                f"{dotted_name(path)} has a NaN or an infinity: the model is damaged, or its "
+                "training diverged."
             )
         return part
 

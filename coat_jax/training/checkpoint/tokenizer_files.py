@@ -12,20 +12,13 @@ from typing import Any
 
 from coat_jax import tokenizers
 from coat_jax.errors import UserError
-from coat_jax.files import expand_user, parse_json, read_bytes
+from coat_jax.files import expand_user, read_bytes, read_json
 
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
-NAMES: tuple[str, ...] = (
-    TOKENIZER,
-    GENERATION,
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-)
-NAMES += ("special_tokens_map.json", "merges.txt", "added_tokens.json", "chat_template.jinja")
+NAMES: tuple[str, ...] = (TOKENIZER, GENERATION, "tokenizer.model", "tokenizer_config.json")
+NAMES += ("vocab.json", "special_tokens_map.json", "merges.txt", "added_tokens.json")
+NAMES += ("chat_template.jinja",)
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-TokenizerFiles = dict[str, bytes]  # their content, by name
 
 
 def read(
@@ -34,7 +27,7 @@ def read(
     tokenizer: str | Path | None,
     vocab: int,
     note: Callable[[str], object],
-) -> tuple[TokenizerFiles, dict[str, Any]]:
+) -> tuple[dict[str, bytes], dict[str, Any]]:
     """The files in a model's folder, and its special tokens by their names in config.json.
 
     Args:
@@ -46,28 +39,25 @@ def read(
             tokens than training did.
     """
     files = {name: _read(folder, folder / name) for name in NAMES if (folder / name).exists()}
+    special = {name: config_json.get(name) for name in SPECIAL}
+    data: Any = config_json.get("data")
+    of_run = isinstance(data, dict)
     if tokenizer is not None:
         known = tokenizers.Tokenizer(tokenizer)
         known.require_fits(vocab)
         files[TOKENIZER] = known.content
-    data: Any = config_json.get("data")
-    of_run = isinstance(data, dict)
-    if of_run and TOKENIZER not in files:
+    elif of_run and TOKENIZER not in files:
         files |= _tokenizer_of_run(folder, data, note)
     parsed = None
     if TOKENIZER in files:
         parsed = tokenizers.parse(files[TOKENIZER], str(folder / TOKENIZER))
-    special = {name: config_json.get(name) for name in SPECIAL}
-    if of_run and GENERATION not in files:
-        special["eos_token_id"] = data.get("end_of_text")
-        if special["eos_token_id"] is None and parsed is not None:
-            special["eos_token_id"] = tokenizers.known_end_of_text(parsed)
     if of_run and parsed is not None:
         _note_beginning(parsed, note)
     # The config.json of a run has no special tokens; in a Hugging Face folder either file may.
-    generation = parse_json(files.get(GENERATION, b"{}"), GENERATION)
-    if not isinstance(generation, dict):
-        raise UserError(f"{GENERATION} is not a JSON object: remove or fix it.")
+    if of_run and GENERATION not in files:
+        end, known_end = data.get("end_of_text"), parsed and tokenizers.known_end_of_text(parsed)
+        special["eos_token_id"] = known_end if end is None else end
+    generation = read_json(folder / GENERATION) if GENERATION in files else {}
     special |= {name: generation[name] for name in SPECIAL if generation.get(name) is not None}
     special = {name: token for name, token in special.items() if token is not None}
     if generation | special != generation:
@@ -87,32 +77,24 @@ def _note_beginning(tokenizer: Any, note: Callable[[str], object]) -> None:
 
 def _tokenizer_of_run(
     folder: Path, data: Mapping[str, Any], note: Callable[[str], object]
-) -> TokenizerFiles:
+) -> dict[str, bytes]:
     """The tokenizer that a run's config names, if it is in the run's folder."""
     named = data.get("tokenizer")
-    if not isinstance(named, str):
-        if "train" in data:
-            note(
-                "The run names no tokenizer, so none is copied: name the one that made its token "
-                "files with --tokenizer FILE. If it was trained on bytes, there is none."
-            )
-        return {}
-    path = expand_user(named)
-    if not _is_inside(path, folder):
+    if isinstance(named, str) and _is_inside(path := expand_user(named), folder):
+        content = _read(folder, path)
+        tokenizers.parse(content, str(path))  # by the name that the user knows
+        return {TOKENIZER: content}
+    if isinstance(named, str):
         note(
             f"The run was trained with the tokenizer {named}, which is outside of its folder and "
             "is not copied: name it with --tokenizer."
         )
-        return {}
-    content = _read(folder, path)
-    tokenizers.parse(content, str(path))  # by the name that the user knows
-    return {TOKENIZER: content}
-
-
-def write(files: TokenizerFiles, folder: Path) -> None:
-    """Writes them to a folder."""
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
+    elif "train" in data:
+        note(
+            "The run names no tokenizer, so none is copied: name the one that made its token "
+            "files with --tokenizer FILE. If it was trained on bytes, there is none."
+        )
+    return {}
 
 
 def _read(folder: Path, path: Path) -> bytes:

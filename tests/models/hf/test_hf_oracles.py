@@ -18,7 +18,7 @@ from small_model import QUICK, SMALL, filled
 
 from coat_jax.models import Batch, hf
 from coat_jax.models.hf.config import from_json
-from coat_jax.models.hf.files import Tensors
+from coat_jax.models.hf.files import read_tensors
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -137,11 +137,7 @@ def gradients_by_their_names(model, folder):
 
     gradients = jax.jit(jax.grad(loss), compiler_options=QUICK)(state)
     hf.save(folder, nnx.merge(graph, gradients))
-    tensors = Tensors(folder)
-    return {
-        name: tensors.read(name, (slice(None),) * len(tensors.spec(name)[0]))
-        for name in tensors.names()
-    }
+    return {name: tensor.whole() for name, tensor in read_tensors(folder).items()}
 
 
 def their_gradients(model):
