@@ -18,31 +18,14 @@ a scope is not reused without one, nor vice versa.
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import jax
 from jaxtyping import Array, Float
 
-
-@partial(jax.tree_util.register_dataclass, data_fields=["sums"], meta_fields=["weights"])
-@dataclasses.dataclass(frozen=True)
-class Probe:
-    """An argument of an op: for each tensor, zeros or the sums that the op has recorded.
-
-    Attributes:
-        sums: by the tensor's name within the op.
-        weights: what the op's weights are called, in order.
-    """
-
-    sums: dict[str, Float[Array, "9"]]
-    weights: tuple[str, ...]
-
-    def with_sums(self, tensor: str, sums: Callable[[], Float[Array, "9"]]) -> "Probe":
-        """The probe with the sums of a tensor; unchanged if it does not watch that tensor."""
-        return Probe(self.sums | {tensor: sums()}, self.weights) if tensor in self.sums else self
-
-
+# For each tensor that an op rounds, by its name within the op: zeros, or its statistics.
+Probe = dict[str, Float[Array, "9"]]
 OptionalProbe = Probe | None  # None without telemetry
 
 
@@ -96,31 +79,28 @@ def probe(
         op: its name, used where no scope has named it, or where two ops would share names.
         tensors: what it rounds to FP8.
         weights: names of its weights, unless the scope has others.
-        per_weight: what it rounds to FP8 for each weight.
+        per_weight: what it rounds to FP8 for each weight; "gradient/1" in the probe is that of the
+            second one.
     """
     scope: Scope | None = current_scope.value
     if scope is None or not (tensors or (weights and per_weight)):
         return None
-    weights = scope.weights if len(scope.weights) == len(weights) else tuple(weights)
-    tensors = [*tensors, *(of_weight(w, tensor) for w in weights for tensor in per_weight)]
+    weights = scope.weights if len(scope.weights) == len(weights) else weights
+    within = {tensor: tensor for tensor in tensors}
+    for i, weight in enumerate(weights):
+        within |= {f"{tensor}/{i}": _join(weight, tensor) for tensor in per_weight}
     # The first name that no other op has: the scope's own, the op's in it, the op's with a number.
     full = _join(scope.prefix, op)
     numbered = (f"{full}_{number}" for number in itertools.count(1))
     for base in itertools.chain([scope.prefix or op, full], numbered):
-        names = {tensor: f"{base}/{tensor}" for tensor in tensors}
+        names = {tensor: f"{base}/{name}" for tensor, name in within.items()}
         if scope.taken.isdisjoint(names.values()):
             break
     scope.taken.update(names.values())
     scope.found.update(dict.fromkeys(names.values(), scope.layers))
     if scope.probes is None:
         return None
-    probes = {t: scope.probes[name] for t, name in names.items() if name in scope.probes}
-    return Probe(probes, weights)
-
-
-def of_weight(weight: str, tensor: str) -> str:
-    """The name of a tensor that belongs to a weight, or to the only one."""
-    return _join(weight, tensor)
+    return {t: scope.probes[name] for t, name in names.items() if name in scope.probes}
 
 
 def _join(*parts: str) -> str:

@@ -18,12 +18,12 @@ from coat_jax.nn.parameters import (
     UNSHARDED,
     MeshAxes,
     divides_evenly,
-    unsharded,
+    unshard,
     value_of,
     vector,
     weight,
 )
-from coat_jax.ops.saved.array import restore, save_array
+from coat_jax.ops.definition import restore, save_array
 from coat_jax.precision import COAT, Precision, precision_of
 
 
@@ -137,7 +137,7 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B S D"], Past]:
         """As `__call__`; also returns the keys and values of these tokens, for `decode`."""
         y, k, v = self._attend(x, positions, segments)
-        return y, Past(self._rounded(k), self._rounded(v))
+        return y, Past(self._round(k), self._round(v))
 
     def decode(
         self,
@@ -161,7 +161,7 @@ class Attention(nnx.Module):
             The residual stream, and the keys and values of the new tokens.
         """
         x, *heads = self._heads(x, positions)
-        q, k, v = map(self._rounded, heads)
+        q, k, v = map(self._round, heads)
         new = Past(k, v)
         keys, values = (
             lax.dynamic_update_slice_in_dim(old, one.astype(old.dtype), slot, axis=1)
@@ -169,8 +169,8 @@ class Attention(nnx.Module):
         )
         o = ops.attention_to_past(q, keys, values, visible)
         if not self.precision.exact_forward:
-            o = self._rounded(o)
-        y = self._projected_out(join_heads(o))
+            o = self._round(o)
+        y = self._project_out(join_heads(o))
         return x + y if self.residual else y, new
 
     def _attend(
@@ -191,7 +191,7 @@ class Attention(nnx.Module):
         )
         return x + y if self.residual else y, k, v
 
-    def _projected_out(self, joined: Float[Array, "B S NH"]) -> Float[Array, "B S D"]:
+    def _project_out(self, joined: Float[Array, "B S NH"]) -> Float[Array, "B S D"]:
         """The output projection, by itself."""
         return ops.linear(joined, self._out(), value_of(self.out_bias), precision=self.precision)
 
@@ -202,10 +202,10 @@ class Attention(nnx.Module):
     def _out(self) -> Float[Array, "N*H D"]:
         """The output weight. The sharding of its rows decides how the heads are sharded."""
         out = value_of(self.out)
-        return out if self._shards_whole_heads() else unsharded(out, 0)
+        return out if self._shards_whole_heads() else unshard(out, 0)
 
-    def _rounded(self, y: Float[Array, "B S N H"]) -> Float[Array, "B S N H"]:
-        """What attention computes with: the values that it would save for a backward pass."""
+    def _round(self, y: Float[Array, "B S N H"]) -> Float[Array, "B S N H"]:
+        """The values that attention computes with: those that it would save."""
         block = self.precision.attention_block
         return restore(save_array(y, self.precision.forward, block), y.dtype, block)
 
@@ -216,7 +216,7 @@ class Attention(nnx.Module):
         weights = [value_of(w) for w in (self.query, self.key, self.value)]
         biases = [value_of(b) for b in (self.query_bias, self.key_bias, self.value_bias)]
         if not self._shards_whole_heads():
-            weights, biases = ([unsharded(w, -1) for w in of] for of in (weights, biases))
+            weights, biases = ([unshard(w, -1) for w in of] for of in (weights, biases))
         if self.norm is not None:
             normalizes_heads = self.query_norm is not None or self.key_norm is not None
             x, q, k, v = ops.norm_qkv(

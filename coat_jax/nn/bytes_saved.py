@@ -23,7 +23,7 @@ SCOPE = re.compile(r"module_(\d+)_of_")
 
 
 class Saved(NamedTuple):
-    """What a module saves for its backward pass.
+    """The bytes that a module saves for its backward pass.
 
     Attributes:
         bytes: of all arrays.
@@ -45,7 +45,7 @@ def saved_bytes(module: nnx.Module, *inputs: Any) -> int:
 
 
 def saved_by_module(module: nnx.Module, *inputs: Any) -> dict[str, Saved]:
-    """What each module saves, by path, if it saves anything; "" is `module` itself."""
+    """Returns what each module saves, by path, if it saves anything; "" is `module` itself."""
     graph, params, rest = nnx.split(module, nnx.Param, ...)
     weights = {shape for leaf in jax.tree.leaves(params) for shape in _shapes(leaf.shape)}
     paths = ["", *(path for _, _, path, _ in children(module))]

@@ -1,6 +1,6 @@
 """The modules within a module, by their paths: "layers.3.attn.query"."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -28,14 +28,28 @@ def children(
         yield from children(value, below, above)
 
 
-def replace(owner: Any, key: str | int, module: nnx.Module) -> None:
-    """Puts a module in the place of another one, whose owner and key `children` returned."""
+def replace_modules(model: nnx.Module, new: Callable[[str, nnx.Module], nnx.Module]) -> nnx.Module:
+    """Returns a copy of `model` with `new(path, module)` in place of each module within it.
+
+    A module with several paths is replaced once. Arrays are shared with `model`.
+    """
+    copy = nnx.merge(*nnx.split(model))
+    done: dict[int, nnx.Module] = {}
+    for owner, key, path, module in list(children(copy)):
+        if id(module) not in done:
+            done[id(module)] = new(path, module)
+        if done[id(module)] is not module:
+            _replace(owner, key, done[id(module)])
+    return new("", copy)
+
+
+def _replace(owner: Any, key: str | int, module: nnx.Module) -> None:
     is_mutable = isinstance(owner, nnx.Pytree | list | dict)
     if not is_mutable:
-        kind, new = type(owner).__name__, "List" if isinstance(owner, tuple) else "Module"
+        kind, mutable = type(owner).__name__, "List" if isinstance(owner, tuple) else "Module"
         raise UserError(
             f"A {type(dict(_items(owner))[key]).__name__} is in a {kind}, in which no module can "
-            f"be replaced: make the {kind} an nnx.{new}."
+            f"be replaced: make the {kind} an nnx.{mutable}."
         )
     if isinstance(owner, nnx.Pytree) and isinstance(key, str):
         setattr(owner, key, module)
@@ -44,7 +58,7 @@ def replace(owner: Any, key: str | int, module: nnx.Module) -> None:
 
 
 def _items(node: Any) -> list[tuple[str | int, Any]]:
-    """What a module or container holds, with names or indices; nothing for other values."""
+    """The elements of a module or container, by name or index; nothing for other values."""
     if isinstance(node, nnx.List | list | tuple):
         return list(enumerate(node))
     if isinstance(node, dict):

@@ -25,12 +25,12 @@ from typing import Any
 from flax import nnx
 
 from coat_jax import ops
-from coat_jax.nn.bytes_saved import Saved, saved_by_module
-from coat_jax.nn.children import children, replace, require_module
+from coat_jax.nn.bytes_saved import saved_by_module
+from coat_jax.nn.children import replace_modules, require_module
 from coat_jax.nn.converted_mlp import ConvertedMLP
 from coat_jax.nn.convertible import LINEAR, as_embed, as_norm
-from coat_jax.nn.plan import THE_MODEL, Decision, Plan
-from coat_jax.nn.remedies import RAISED, with_counts, with_remedies
+from coat_jax.nn.plan import THE_MODEL, Plan
+from coat_jax.nn.remedies import RAISED, add_counts
 from coat_jax.nn.rules import Rules, decide
 from coat_jax.precision import COAT, Precision, precision_of
 
@@ -76,7 +76,7 @@ def convert(
     if precision.fp8_linear and all(decision.precision is None for decision in plan):
         kind = type(model).__name__
         _log.warning("Nothing of this %s was converted: coat.nn.plan_conversion says why.", kind)
-    return _converted_by(plan, model)
+    return _convert_by(plan, model)
 
 
 def plan_conversion(
@@ -86,7 +86,7 @@ def plan_conversion(
     *,
     inputs: Any = None,
 ) -> Plan:
-    """What `convert` would do to each layer of `model` that has parameters of its own.
+    """Returns what `convert` would do to each layer of `model` that has parameters of its own.
 
     Args:
         model: any NNX model.
@@ -97,52 +97,36 @@ def plan_conversion(
             runs.
     """
     require_module("plan_conversion", model)
-    rules = rules or {}
-    plan = decide(model, precision_of(precision), rules)
+    plan = decide(model, precision_of(precision), rules or {})
     if inputs is None:
         return plan
     inputs = inputs if isinstance(inputs, tuple | list) else (inputs,)
-
-    def saved(more: Rules) -> dict[str, Saved]:
-        chosen = decide(model, precision_of(precision), {**more, **rules})
-        return saved_by_module(_converted_by(chosen, model), *inputs)
-
-    after = saved({})
-    plan = with_counts(plan, model, saved_by_module(model, *inputs), after)
-    plan = with_remedies(plan, model, after, saved)
+    after = saved_by_module(_convert_by(plan, model), *inputs)
+    plan = add_counts(plan, model, saved_by_module(model, *inputs), after)
     if any(decision.remedy == RAISED for decision in plan):
         _log.warning(RAISED)
     return plan
 
 
-def _converted_by(plan: Plan, model: nnx.Module) -> nnx.Module:
+def _convert_by(plan: Plan, model: nnx.Module) -> nnx.Module:
     """A copy of `model`, converted as the plan says."""
-    copy = nnx.merge(*nnx.split(model))
-    chosen = {d.path: d for d in plan if d.precision is not None}
-    done: dict[int, Any] = {}
-    for owner, key, path, module in list(children(copy)):
-        if path not in chosen:
-            continue
-        if id(module) not in done:
-            done[id(module)] = _converted(module, chosen[path])
-        if done[id(module)] is not module:
-            replace(owner, key, done[id(module)])
-    return _converted(copy, chosen[""]) if "" in chosen else copy
+    chosen = {decision.path: decision for decision in plan}
 
+    def new(path: str, module: Any) -> nnx.Module:
+        decision = chosen.get(path)
+        if decision is None or decision.precision is None:
+            return module
+        if decision.roles is not None:
+            return ConvertedMLP(module, decision.roles, decision.precision)
+        if isinstance(module, nnx.Embed):
+            return as_embed(module)
+        if isinstance(module, nnx.Einsum):
+            module.einsum_op = ops.Einsum(decision.precision)
+        elif isinstance(module, LINEAR):
+            module.dot_general = ops.DotGeneral(decision.precision)
+        else:
+            module = as_norm(module)
+            module.precision = decision.precision
+        return module
 
-def _converted(module: Any, decision: Decision) -> nnx.Module:
-    """The FP8 version of a module, with its parameters."""
-    assert decision.precision is not None
-    if decision.roles is not None:
-        return ConvertedMLP(module, decision.roles, decision.precision)
-    if isinstance(module, nnx.Einsum):
-        module.einsum_op = ops.Einsum(decision.precision)
-        return module
-    if isinstance(module, LINEAR):
-        module.dot_general = ops.DotGeneral(decision.precision)
-        return module
-    if isinstance(module, nnx.Embed):
-        return as_embed(module)
-    new = as_norm(module)
-    new.precision = decision.precision
-    return new
+    return replace_modules(model, new)

@@ -43,7 +43,7 @@ SIZES = 1.0, 30.0  # of the inputs
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """What the layers of an MLP are for. Layers are named by their paths within it."""
+    """The purposes of an MLP's layers, which are named by their paths within it."""
 
     norm: str | None
     gate: str | None
@@ -86,7 +86,7 @@ class ConvertedMLP(nnx.Module):
 
 
 def roles_of(module: nnx.Module, kind: MLPClass) -> Roles:
-    """What the layers of `module` are for, if it computes a GatedMLP or an MLP.
+    """Finds out what the layers of `module` are for, if it computes a GatedMLP or an MLP.
 
     Raises:
         ValueError: if it does not.
@@ -145,7 +145,7 @@ def _by_trial(module: Any, norms: list[str], linears: list[str]) -> Roles:
 
 
 def _composed(layers: dict[str, Any], roles: Roles, x: Array) -> Array:
-    """What these layers compute in these roles."""
+    """The result of these layers in these roles."""
     n = x if roles.norm is None else layers[roles.norm](x)
     act, up = ops.ACTIVATIONS[roles.activation], layers[roles.up](n)
     hidden = act(up) if roles.gate is None else act(layers[roles.gate](n)) * up

@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from coat_jax import ops
-from coat_jax.ops.checks import require_array
+from coat_jax.ops.checks import require_integers
 from coat_jax.ops.embedding import in_int32
 
 
@@ -22,9 +22,7 @@ class Embed(nnx.Embed):
         """The rows of `inputs`; numbers below 0 count from the end, as in Flax."""
         if out_sharding is not None:
             return super().__call__(inputs, out_sharding)
-        require_array("Embed", inputs)
-        if not jnp.issubdtype(inputs.dtype, jnp.integer):
-            raise ValueError(f"Embed takes whole numbers, not {inputs.dtype.name}.")
+        require_integers("The inputs of Embed", inputs)
         rows = ops.embedding(self.embedding[...], self._from_start(in_int32(inputs)))
         (rows,) = self.promote_dtype((rows,), dtype=self.dtype, inexact=False)
         return rows

@@ -8,14 +8,12 @@ parameter, and are no longer an `nnx.Param`. Their adapters stay as they are, so
 gradients and moments.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from coat_jax import ops
-from coat_jax.nn.children import children, replace, require_module
+from coat_jax.nn.children import replace_modules, require_module
 from coat_jax.nn.convertible import has_own_promotion, why_not_linear
 from coat_jax.nn.parameters import value_of
 from coat_jax.precision import COAT, Precision, precision_of
@@ -69,7 +67,7 @@ class LoRALinear(nnx.Module):
 
 
 def _what_would_be_lost(layer: nnx.LoRALinear) -> str:
-    """What a frozen layer would not compute as Flax's does; empty if there is nothing."""
+    """Names what a frozen layer would not compute as Flax's does; empty if there is nothing."""
     converted = isinstance(layer.dot_general, ops.DotGeneral)
     if not converted and (why := why_not_linear(layer)):
         return why
@@ -93,17 +91,16 @@ def freeze(model: nnx.Module, precision: Precision | str = COAT) -> nnx.Module:
             its name.
     """
     require_module("freeze", model)
-    copy = nnx.merge(*nnx.split(model))
-    if isinstance(copy, nnx.LoRALinear):
-        return LoRALinear(copy, precision=precision)
-    done: dict[int, Any] = {}
-    for owner, key, _, module in list(children(copy)):
+    frozen: list[nnx.Module] = []
+
+    def new(path: str, module: nnx.Module) -> nnx.Module:
         if not isinstance(module, nnx.LoRALinear):
-            continue
-        if id(module) not in done:
-            done[id(module)] = LoRALinear(module, precision=precision)
-        replace(owner, key, done[id(module)])
-    if not done:
+            return module
+        frozen.append(LoRALinear(module, precision=precision))
+        return frozen[-1]
+
+    copy = replace_modules(model, new)
+    if not frozen:
         raise ValueError(
             f"{type(model).__name__} has no nnx.LoRALinear, whose weight could be frozen. Use "
             "nnx.LoRALinear instead of nnx.Linear for the layers to adapt."

@@ -56,10 +56,10 @@ class ModularAttention(Attention):
         x, q, k, v = self._heads(x, positions)
         settings: dict[str, Any] = {"causal": self.causal, "window": self.window}
         o = ops.attention(q, k, v, segments=segments, precision=self.precision, **settings)
-        y = self._projected_out(join_heads(o))
+        y = self._project_out(join_heads(o))
         return x + y if self.residual else y, k, v
 
-    def _projected_out(self, joined: Float[Array, "B S NH"]) -> Float[Array, "B S D"]:
+    def _project_out(self, joined: Float[Array, "B S NH"]) -> Float[Array, "B S D"]:
         out: Projection = self.out
         return out(joined)
 

@@ -18,11 +18,28 @@ from coat_jax.precision import COAT, Precision, precision_of
 
 
 class _Norm(nnx.Module):
-    precision: Precision
     dtype: DTypeLike | None = None
 
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        epsilon: float = 1e-6,
+        use_scale: bool = True,
+        precision: Precision | str = COAT,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs | None = None,
+    ):
+        del rngs  # nothing random
+        self.num_features = num_features
+        scale = vector(num_features, fill=1.0, dtype=param_dtype)
+        self.scale = nnx.data(scale if use_scale else None)
+        self.epsilon = epsilon
+        self.precision = precision_of(precision)
+
     def as_op_norm(self) -> ops.Norm:
-        raise NotImplementedError
+        """The norm as an argument of `coat.ops`, which compute it together with what follows."""
+        return ops.Norm(value_of(self.scale), None, "rms", self.epsilon)
 
     def __call__(self, x: Float[Array, "*rows D"], mask: None = None) -> Float[Array, "*rows D"]:
         """Normalizes the last axis. Flax's norms take a mask; here it must be None."""
@@ -45,27 +62,6 @@ class RMSNorm(_Norm):
         precision: how the input is saved.
         dtype: of the result; None for that of the input.
     """
-
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        epsilon: float = 1e-6,
-        use_scale: bool = True,
-        precision: Precision | str = COAT,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs | None = None,
-    ):
-        del rngs  # nothing random
-        self.num_features = num_features
-        scale = vector(num_features, fill=1.0, dtype=param_dtype)
-        self.scale = nnx.data(scale if use_scale else None)
-        self.epsilon = epsilon
-        self.precision = precision_of(precision)
-
-    def as_op_norm(self) -> ops.Norm:
-        """The norm as an argument of `coat.ops`, which compute it together with what follows."""
-        return ops.Norm(value_of(self.scale), None, "rms", self.epsilon)
 
 
 class LayerNorm(_Norm):
@@ -90,14 +86,16 @@ class LayerNorm(_Norm):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs | None = None,
     ):
-        del rngs  # nothing random
-        self.num_features = num_features
-        scale = vector(num_features, fill=1.0, dtype=param_dtype)
+        super().__init__(
+            num_features,
+            epsilon=epsilon,
+            use_scale=use_scale,
+            precision=precision,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
         bias = vector(num_features, fill=0.0, dtype=param_dtype)
-        self.scale = nnx.data(scale if use_scale else None)
         self.bias = nnx.data(bias if use_bias else None)
-        self.epsilon = epsilon
-        self.precision = precision_of(precision)
 
     def as_op_norm(self) -> ops.Norm:
         """The norm as an argument of `coat.ops`, which compute it together with what follows."""

@@ -93,7 +93,7 @@ def divides_evenly(count: int, axis: str | None) -> bool:
     return axis not in mesh.auto_axes or count % mesh.shape[axis] == 0
 
 
-def unsharded(array: Any, axis: int) -> Any:
+def unshard(array: Any, axis: int) -> Any:
     """`array`, not sharded along this axis; None remains None."""
     if array is None:
         return None

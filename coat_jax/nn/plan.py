@@ -1,4 +1,4 @@
-"""What a conversion does to each module of a model, as data and as a table."""
+"""The plan of a conversion: a decision on each module of a model, as data and as a table."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ THE_MODEL = "(the model)"  # shown instead of its path, which is empty
 
 
 class Decision(NamedTuple):
-    """What a conversion does to one module.
+    """The decision on one module.
 
     Attributes:
         path: the path of the module; "" for the model itself.

@@ -49,7 +49,7 @@ def decide(model: nnx.Module, precision: Precision, rules: Rules) -> Plan:
     return plan
 
 
-def suggested_kind(module: nnx.Module) -> MLPClass | None:
+def suggest_kind(module: nnx.Module) -> MLPClass | None:
     """The kind of MLP that `module` computes, if it computes one."""
     for kind in MLPS:
         try:
@@ -109,7 +109,7 @@ def _require_agreement(decision: Decision, first: Decision) -> None:
 def _required_roles(
     path: str, module: nnx.Module, kind: MLPClass, rule: str | None, known: dict[Any, Roles]
 ) -> Roles:
-    """What the layers of an MLP are for; equal modules are tried only once."""
+    """`roles_of` a module that a rule names; equal modules are tried only once."""
     graph, state = nnx.split(module)
     key = kind, graph, tuple(leaf.shape for leaf in jax.tree.leaves(state))
     try:

@@ -9,7 +9,6 @@
     embedding, rotate, cross_entropy lookup, rotary embeddings, the loss
     freeze, adapted_linear           a weight in FP8 that does not train, with an adapter that does
     quantize_weight, quantized_linear  a layer for inference, its weight in INT8 or FP8
-    sharpness                        how much a token's loss can grow if its logits change a little
     recompute                        saves only a function's input, in FP8
     DotGeneral, Einsum               drop-ins for `lax.dot_general` and `jnp.einsum`
 
@@ -34,7 +33,6 @@ from coat_jax.ops.qkv import norm_qkv
 from coat_jax.ops.quantized import Quantized, quantize_weight, quantized_linear
 from coat_jax.ops.recompute import recompute
 from coat_jax.ops.rotary import Llama3Scaling, Rotary, rotate
-from coat_jax.ops.sharpness import sharpness
 
 __all__ = [
     "ACTIVATIONS",
@@ -64,5 +62,4 @@ __all__ = [
     "quantized_linear",
     "recompute",
     "rotate",
-    "sharpness",
 ]

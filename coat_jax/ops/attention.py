@@ -10,53 +10,62 @@
 and, with cuDNN, the log-sum-exp of each row.
 """
 
-import math
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
 
-from coat_jax import probes
 from coat_jax.errors import UserError
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.rotary import join_heads
-from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs, shard_inside
+from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs
 from coat_jax.ops import recording
-from coat_jax.ops.backward import define_op
-from coat_jax.ops.checks import (
-    require_array,
-    require_layers,
-    require_real,
-)
-from coat_jax.ops.saved.array import restore
-from coat_jax.ops.saved.attention import (
-    AttentionSettings,
-    Backend,
-    SavedAttention,
-    recompute_attention,
-    save_attention,
-)
-from coat_jax.ops.saved.projection import (
+from coat_jax.ops.checks import require_array, require_number, require_real
+from coat_jax.ops.definition import SavedArray, define_op, like_first, restore, save_array
+from coat_jax.ops.projection import (
+    Layers,
     Mode,
     Scales,
-    bias_gradients,
+    as_layers,
     fp8_scale,
     gradient_operand,
     input_gradient,
     mode_of,
+    parameter_gradients,
     project,
     quantize_input,
     recompute_input,
-    weight_gradients,
 )
 from coat_jax.precision import COAT, Precision, precision_of
 from coat_jax.probes import Probe
 
 MAX_CUDNN_HEAD = 128
+BLOCKS = ("query/saved", "key/saved", "value/saved", "out/saved")  # their names in telemetry
+Backend = Literal["cudnn", "xla"]
+
+
+class AttentionSettings(NamedTuple):
+    """The kind of attention, how it is computed, and what it saves in FP8."""
+
+    causal: bool
+    window: int | None
+    scale: float
+    precision: Precision
+    backend: Backend
+
+
+class SavedAttention(NamedTuple):
+    """The residuals of attention: its inputs, its output, and cuDNN's log-sum-exp."""
+
+    inputs: tuple[SavedArray, SavedArray, SavedArray]
+    output: SavedArray
+    log_sum_exp: Float[Array, "B N S"] | None
 
 
 def attention(
@@ -87,9 +96,7 @@ def attention(
         backend: "cudnn" or "xla"; None chooses cuDNN on a GPU for 16-bit arrays.
     """
     settings = _settings(q, k, v, causal, window, segments, scale, precision, backend)
-    probe = probes.probe("attention", recording.attention_blocks(settings.precision))
-    op = partial(_attention, settings)
-    return shard_inside(op, lambda: merge_specs(*explicit_spec(q)), q, k, v, segments, probe)
+    return _attention(Mode(settings.precision, "xla"), (settings,), (q, k, v), segments)
 
 
 def attention_linear(
@@ -109,35 +116,17 @@ def attention_linear(
 ) -> Float[Array, "B S D"]:
     """`attention` with its heads joined, times `weight`; saves no more than `attention` does.
 
+    It takes the arguments of `attention`, and these:
+
     Args:
-        q: see `attention`.
-        k: see `attention`.
-        v: see `attention`.
         weight: the output projection.
         bias: of the output projection.
-        causal: see `attention`.
-        window: see `attention`.
-        segments: see `attention`.
-        scale: see `attention`.
-        precision: see `coat.Precision`.
-        backend: see `attention`.
         implementation: of the projection: "xla", "triton", or None to choose by the device.
     """
     settings = _settings(q, k, v, causal, window, segments, scale, precision, backend)
-    require_layers("attention_linear", q.shape[2] * q.shape[3], (weight,), (bias,))
-    mode = mode_of(precision, implementation)
-    probe = recording.probe_of_layers(
-        "attention_linear",
-        mode,
-        ("out",),
-        operands=("out/input", *recording.attention_blocks(settings.precision)),
-    )
-    op = partial(_attention_linear, (settings, mode))
-
-    def result() -> PartitionSpec:
-        return merge_specs(*explicit_spec(q)[:2], explicit_spec(weight)[1])
-
-    return shard_inside(op, result, q, k, v, segments, weight, bias, probe)
+    layers = as_layers("attention_linear", q.shape[2] * q.shape[3], weight, bias)
+    mode = mode_of(settings.precision, implementation)
+    return _attention_linear(mode, (settings,), (q, k, v), segments, layers)
 
 
 def _settings(
@@ -154,21 +143,17 @@ def _settings(
     """The checked settings."""
     for array in (q, k, v):
         require_real("attention", array)
-    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
+    if not heads_fit(q.shape, k.shape, v.shape):
         raise ValueError(
-            f"attention takes q [B, S, N, H] and k, v [B, T, K, H], not {q.shape}, {k.shape} and "
-            f"{v.shape}."
+            "attention takes q [B, S, N, H] and k, v [B, T, K, H], where K divides N and H is not "
+            f"0, not {q.shape}, {k.shape} and {v.shape}."
         )
-    heads, kv_heads, head_dim = q.shape[2], k.shape[2], q.shape[3]
-    if q.shape[0] != k.shape[0] or head_dim != k.shape[3] or not kv_heads or heads % kv_heads:
-        raise ValueError(
-            f"q {q.shape} and k {k.shape} do not fit: batch and head sizes must be equal, and the "
-            "number of key heads must divide that of query heads."
-        )
-    if head_dim == 0:
-        raise ValueError(f"attention takes heads of at least one number, not q {q.shape}.")
+    head_dim = q.shape[3]
     if window is not None:
-        _require_window(window, causal)
+        if isinstance(window, bool) or not isinstance(window, int | np.integer):
+            raise TypeError(f"window={window!r} must be a whole number of tokens, or None.")
+        if window < 1 or not causal:
+            raise ValueError(f"window={window} needs causal=True and at least one token.")
     if segments is not None:
         require_array("segments", segments)
         if segments.shape != q.shape[:2] or q.shape[1] != k.shape[1]:
@@ -186,112 +171,231 @@ def _settings(
             f'not {head_dim}. Use backend="xla".'
         )
     scale = head_dim**-0.5 if scale is None else scale
-    if isinstance(scale, jax.core.Tracer) or not jnp.isscalar(scale) or isinstance(scale, str):
-        raise TypeError(
-            f"scale={scale!r} must be a Python number: it is fixed when a program is compiled."
-        )
-    if not math.isfinite(scale):
-        raise ValueError(f"scale={scale} must be finite.")
+    require_number("scale", scale)
     return AttentionSettings(causal, window, float(scale), precision_of(precision), backend)
 
 
-def _require_window(window: Any, causal: bool) -> None:
-    if isinstance(window, bool) or not isinstance(window, int | np.integer):
-        raise TypeError(f"window={window!r} must be a whole number of tokens, or None.")
-    if window < 1 or not causal:
-        raise ValueError(f"window={window} needs causal=True and at least one token.")
+def heads_fit(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> bool:
+    """Whether queries of this shape can attend to keys and values of these."""
+    if len(q) != 4 or len(k) != 4 or k != v or (q[0], q[3]) != (k[0], k[3]):
+        return False
+    return k[2] > 0 and q[2] % k[2] == 0 and q[3] > 0
 
 
-# --- attention -------------------------------------------------------------------------------
+# --- What attention saves, and its gradients ---------------------------------------------------
+
+
+def save_attention(
+    settings: AttentionSettings, qkv: Sequence[Array], segments: Int[Array, "B S"] | None
+) -> tuple[Float[Array, "B S N H"], SavedAttention]:
+    """Returns o, and what is saved.
+
+    o is computed from the saved q, k and v, even with `Precision.exact_forward`: the backward pass
+    recomputes the softmax from these and from the log-sum-exp. With the log-sum-exp of unrounded
+    scores, the rows of that softmax would not add up to 1, and gradients would be worse.
+    """
+    block, dtype = settings.precision.attention_block, settings.precision.forward
+    query, key, value = (save_array(x, dtype, block) for x in qkv)
+    values = [restore(x, qkv[0].dtype, block) for x in (query, key, value)]
+    attend = _attention_of(settings, segments)
+    log_sum_exp = None
+    if settings.backend == "cudnn":
+        o, pull = jax.vjp(attend, *values)
+        _, at = _pullback_indices(attend, values)
+        log_sum_exp = None if at is None else jax.tree.leaves(pull)[at]
+    else:
+        o = attend(*values)
+    stochastic = settings.precision.saves_stochastically
+    output = save_array(o, dtype, block, stochastic=stochastic)
+    return o, SavedAttention((query, key, value), output, log_sum_exp)
+
+
+def recompute_attention(
+    settings: AttentionSettings,
+    saved: SavedAttention,
+    segments: Int[Array, "B S"] | None,
+    dtype: DTypeLike,
+) -> tuple[Float[Array, "B S N H"], Callable[[Array], Any]]:
+    """The saved o, and the function from its gradient to the gradients of q, k and v."""
+    block = settings.precision.attention_block
+    values = [restore(x, dtype, block) for x in saved.inputs]
+    o = restore(saved.output, dtype, block)
+    attend = _attention_of(settings, segments)
+    _, pull = jax.vjp(attend, *values)
+    if saved.log_sum_exp is not None:
+        # The saved o and log-sum-exp replace those in the pullback. Nothing else then needs the
+        # forward pass that this function traced, so XLA removes it.
+        leaves, structure = jax.tree.flatten(pull)
+        for index, array in zip(
+            _pullback_indices(attend, values), (o, saved.log_sum_exp), strict=True
+        ):
+            if index is not None:
+                leaves[index] = array
+        pull = jax.tree.unflatten(structure, leaves)
+    return o, pull
+
+
+def _attention_of(settings: AttentionSettings, segments: Array | None) -> Callable[..., Array]:
+    """Attention as a function of q, k and v."""
+    mask: Bool[Array, "B 1 S S"] | None = None
+    if segments is not None:
+        mask = (segments[:, :, None] == segments[:, None, :])[:, None]
+    attend = partial(
+        dot_product_attention,
+        scale=settings.scale,
+        is_causal=settings.causal,
+        local_window_size=None if settings.window is None else (settings.window - 1, 0),
+        implementation=settings.backend,
+    )
+    if settings.backend == "cudnn":
+        return partial(_attend_padded, attend, mask, settings.causal)
+    return partial(attend, mask=mask)
+
+
+def dot_product_attention(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    **settings: Any,
+) -> Float[Array, "B S N H"]:
+    """`jax.nn.dot_product_attention`; on a CPU, which lacks FP16 products, FP16 runs in FP32."""
+    if q.dtype != jnp.float16 or jax.default_backend() != "cpu":
+        return jax.nn.dot_product_attention(q, k, v, **settings)
+    wide = (x.astype(jnp.float32) for x in (q, k, v))
+    return jax.nn.dot_product_attention(*wide, **settings).astype(q.dtype)
+
+
+def _attend_padded(
+    attend: Callable[..., Array],
+    mask: Bool[Array, "B 1 S T"] | None,
+    causal: bool,
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+) -> Float[Array, "B S N H"]:
+    """Pads cuDNN's attention to even lengths, since it has no gradients for odd ones.
+
+    The causal mask or `mask` hides the added key from all queries but the added one.
+    """
+    (batch, s), t = q.shape[:2], k.shape[1]
+    queries, keys = s % 2, t % 2  # how many are added
+    if not queries and not keys:
+        return attend(q, k, v, mask=mask)
+    if mask is None and keys and not (causal and s <= t):
+        mask = jnp.ones((batch, 1, s, t), bool)
+    if mask is not None:
+        mask = jnp.pad(mask, [(0, 0), (0, 0), (0, queries), (0, keys)])
+        if queries:  # The softmax of a row without any key would be NaN.
+            mask = mask.at[:, :, s, min(s, t + keys - 1)].set(True)
+    q = jnp.pad(q, [(0, 0), (0, queries), (0, 0), (0, 0)])
+    k, v = (jnp.pad(x, [(0, 0), (0, keys), (0, 0), (0, 0)]) for x in (k, v))
+    return attend(q, k, v, mask=mask)[:, :s]
+
+
+def _pullback_indices(
+    attend: Callable[..., Array], values: list[Array]
+) -> tuple[int | None, int | None]:
+    """The indices of o and the log-sum-exp among the leaves of cuDNN's pullback, None if absent."""
+
+    def everything(*values: Array) -> list[Array]:
+        o, pull = jax.vjp(attend, *values)
+        return [o, *jax.tree.leaves(pull)]
+
+    o, *leaves = jax.make_jaxpr(everything)(*values).jaxpr.outvars
+    batch, length, heads, _ = values[0].shape
+    shapes = [leaf.aval.shape for leaf in leaves]
+    row = (batch, heads, length)
+    return leaves.index(o) if o in leaves else None, shapes.index(row) if row in shapes else None
 
 
 def _attention_forward(
-    settings: AttentionSettings, q: Array, k: Array, v: Array, segments: Array | None
+    mode: Mode, settings: AttentionSettings, qkv: Sequence[Array], segments: Array | None
 ) -> Any:
-    o, saved = save_attention(settings, q, k, v, segments)
-
-    def record(probe: Probe) -> Probe:
-        return recording.attention(probe, (q, k, v), o, saved, settings)
-
-    return o, (saved, segments), record
+    o, saved = save_attention(settings, qkv, segments)
+    return o, (saved, segments), lambda: _in_blocks(mode, (*qkv, o), saved)
 
 
 def _attention_backward(
-    settings: AttentionSettings, saved: SavedAttention, segments: Array | None, do: Array
+    mode: Mode,
+    settings: AttentionSettings,
+    saved: SavedAttention,
+    segments: Array | None,
+    do: Array,
 ) -> Any:
     _, pull = recompute_attention(settings, saved, segments, do.dtype)
-    return (*pull(do), None), lambda probe: probe
+    return (pull(do), None), dict
+
+
+def _in_blocks(mode: Mode, tensors: Sequence[Array], saved: SavedAttention) -> Probe:
+    """The statistics of q, k, v and o in telemetry."""
+    size, dtype = mode.precision.attention_block, mode.precision.forward
+    return recording.blocks(BLOCKS, tensors, (*saved.inputs, saved.output), size, dtype)
 
 
 _attention = define_op(
     "attention",
     _attention_forward,
     _attention_backward,
-    rounds=lambda settings: settings.precision.attention_block is not None,
+    blocks=BLOCKS,
+    size="attention_block",
+    specs=lambda settings, qkv, _: like_first(qkv[0]),
 )
 
 
-# --- attention_linear ------------------------------------------------------------------------
-
-_Static = tuple[AttentionSettings, Mode]
-
-
 def _attention_linear_forward(
-    static: _Static,
-    q: Array,
-    k: Array,
-    v: Array,
+    mode: Mode,
+    settings: AttentionSettings,
+    qkv: Sequence[Array],
     segments: Array | None,
-    weight: Array,
-    bias: Array | None,
+    layers: Layers,
 ) -> Any:
-    settings, mode = static
-    output, saved = save_attention(settings, q, k, v, segments)
-    exact = settings.precision.exact_forward
-    o = output if exact else restore(saved.output, q.dtype, settings.precision.attention_block)
-    n = quantize_input(join_heads(o), q.dtype, mode)
+    dtype = qkv[0].dtype
+    output, saved = save_attention(settings, qkv, segments)
+    used = output if mode.precision.exact_forward else saved.output
+    o = join_heads(restore(used, dtype, mode.precision.attention_block))
+    n = quantize_input(o, dtype, mode)
     scale = fp8_scale(n, mode)
-    (y,), scales = project(n, (weight,), (bias,), q.dtype, mode)
+    (y,), scales = project(n, layers, dtype, mode)
 
-    def record(probe: Probe) -> Probe:
-        probe = recording.attention(probe, (q, k, v), output, saved, settings)
-        return recording.products(
-            probe, "out/input", lambda: join_heads(o), scale, (weight,), scales, mode
-        )
+    def record() -> Probe:
+        products = recording.products("out/input", o, scale, layers, scales, mode)
+        return products | _in_blocks(mode, (*qkv, output), saved)
 
-    return y, (saved, scale, segments, weight, scales, bias), record
+    return y, (saved, scale, segments, layers, scales), record
 
 
 def _attention_linear_backward(
-    static: _Static,
+    mode: Mode,
+    settings: AttentionSettings,
     saved: SavedAttention,
     scale: Array | None,
     segments: Array | None,
-    weight: Array,
+    layers: Layers,
     scales: Scales,
-    bias: Array | None,
     dy: Array,
 ) -> Any:
-    settings, mode = static
     o, pull = recompute_attention(settings, saved, segments, dy.dtype)
     n = recompute_input(join_heads(o), scale, dy.dtype, mode)
     g = [gradient_operand(dy, mode)]
-    do = input_gradient((weight,), scales, g, o.dtype, mode).reshape(o.shape)
-    (d_weight,) = weight_gradients(n, (weight,), g)
-    (d_bias,) = bias_gradients((bias,), (dy,))
-    return (*pull(do), None, d_weight, d_bias), lambda probe: recording.gradients(
-        probe, lambda: (dy,), g, mode
-    )
+    do = input_gradient(layers, scales, g, o.dtype, mode).reshape(o.shape)
+    d_layers = parameter_gradients(n, layers, g, lambda: (dy,))
+    gradients = (pull(do), None, d_layers)
+    return gradients, lambda: recording.gradients((dy,), g, mode)
 
 
-def _rounds_attention(static: _Static) -> bool:
-    precision = static[0].precision
-    return precision.fp8_linear or precision.attention_block is not None
+def _specs(
+    settings: AttentionSettings, qkv: Sequence[Array], segments: Array | None, layers: Layers
+) -> PartitionSpec:
+    return merge_specs(*explicit_spec(qkv[0])[:2], explicit_spec(layers.weights[0])[1])
 
 
 _attention_linear = define_op(
     "attention_linear",
     _attention_linear_forward,
     _attention_linear_backward,
-    rounds=_rounds_attention,
+    blocks=BLOCKS,
+    size="attention_block",
+    operands=("out/input",),
+    weights=("out",),
+    specs=_specs,
 )

@@ -8,8 +8,8 @@ per head is small, so nothing is fused, and without a backward pass nothing is s
 
 from jaxtyping import Array, Bool, Float
 
+from coat_jax.ops.attention import dot_product_attention, heads_fit
 from coat_jax.ops.checks import require_array, require_real
-from coat_jax.ops.saved.attention import dot_product_attention
 
 
 def attention_to_past(
@@ -32,8 +32,8 @@ def attention_to_past(
     for array in (q, keys, values):
         require_real("attention_to_past", array)
     require_array("attention_to_past", visible)
-    fit = q.ndim == keys.ndim == 4 and _fit(q.shape, keys.shape)
-    if not fit or values.shape != keys.shape or visible.shape != keys.shape[:2]:
+    fit = heads_fit(q.shape, keys.shape, values.shape) and q.shape[1] == 1
+    if not fit or visible.shape != keys.shape[:2]:
         raise ValueError(
             "attention_to_past takes q [B, 1, N, H], keys and values [B, T, K, H] and visible "
             f"[B, T], where K divides N, not {q.shape}, {keys.shape}, {values.shape} and "
@@ -41,10 +41,3 @@ def attention_to_past(
         )
     mask = visible[:, None, None, :]
     return dot_product_attention(q, keys, values, mask=mask, scale=scale, implementation="xla")
-
-
-def _fit(q: tuple[int, ...], keys: tuple[int, ...]) -> bool:
-    """Whether there is one new token in each sequence, with heads that the keys serve."""
-    (batch, new, heads, head_dim), (rows, _, kv_heads, columns) = q, keys
-    same = (batch, head_dim) == (rows, columns)
-    return new == 1 and same and kv_heads > 0 and heads % kv_heads == 0

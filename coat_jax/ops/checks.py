@@ -1,8 +1,10 @@
 """Checks of the ops' arguments: each error names what arrived and what is required."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -54,6 +56,23 @@ def require_array(name: str, value: Any) -> None:
     """Raises unless a value is an array; JAX takes no lists for arrays, either."""
     if not hasattr(value, "dtype"):
         raise TypeError(f"{name} takes arrays, not {type(value).__name__}.")
+
+
+def require_integers(name: str, array: Array) -> None:
+    """Raises unless this is an array of whole numbers."""
+    require_array(name, array)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{name} are whole numbers, not {array.dtype.name}.")
+
+
+def require_number(name: str, value: Any) -> None:
+    """Raises unless a setting is a finite number that is known while a program is traced."""
+    if isinstance(value, jax.core.Tracer) or not jnp.isscalar(value) or isinstance(value, str):
+        raise TypeError(
+            f"{name}={value!r} must be a Python number: it is fixed when a program is compiled."
+        )
+    if not math.isfinite(value):
+        raise ValueError(f"{name}={value} must be finite.")
 
 
 def require_norm(name: str, columns: int, norm: Norm) -> None:

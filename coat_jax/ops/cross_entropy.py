@@ -26,9 +26,10 @@ from jaxtyping import Array, Float, Int
 from coat_jax.numerics.explicit_axes import shard_inside
 from coat_jax.numerics.mesh_axes import automatic_mesh
 from coat_jax.ops.checks import (
-    require_array,
     require_columns,
+    require_integers,
     require_layers,
+    require_number,
 )
 from coat_jax.ops.embedding import in_int32
 
@@ -73,25 +74,20 @@ def cross_entropy_sum(
     """The sum of the losses that `cross_entropy` takes the mean of; see there."""
     require_columns("cross_entropy", hidden)
     require_layers("cross_entropy", hidden.shape[-1], (weight,), (None,))
-    require_array("cross_entropy", labels)
+    require_integers("labels", labels)
     if hidden.ndim < 2 or labels.shape != hidden.shape[:-1]:
         raise ValueError(
             f"labels {labels.shape} must be one per row of hidden {hidden.shape[:-1]}, which needs "
             "a sequence axis."
         )
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(f"labels are token numbers, not {labels.dtype.name}.")
     if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
         raise ValueError(f"chunk={chunk!r} must be a positive whole number.")
-    for name, value in (("z_loss", z_loss), ("label_smoothing", label_smoothing)):
-        if isinstance(value, jax.core.Tracer) or not jnp.isscalar(value) or isinstance(value, str):
-            raise TypeError(
-                f"{name}={value!r} must be a Python number: it is fixed when a program is compiled."
-            )
-    if not 0 <= label_smoothing < 1:
-        raise ValueError(f"label_smoothing={label_smoothing} must be at least 0 and under 1.")
-    if not 0 <= z_loss < math.inf:
-        raise ValueError(f"z_loss={z_loss} must be at least 0, and finite.")
+    require_number("z_loss", z_loss)
+    require_number("label_smoothing", label_smoothing)
+    if z_loss < 0 or not 0 <= label_smoothing < 1:
+        raise ValueError(
+            f"{z_loss=} must be at least 0, and {label_smoothing=} at least 0 and under 1."
+        )
     chunk = max(min(chunk, hidden.shape[-2]), 1)
     settings = _LossSettings(chunk, float(z_loss), float(label_smoothing))
     op = partial(_sum_of_losses, settings)
@@ -110,7 +106,7 @@ def _sum_of_losses(settings: _LossSettings, hidden: Array, weight: Array, labels
 
 
 def _forward(settings: _LossSettings, hidden: Array, weight: Array, labels: Array) -> Any:
-    w = _gathered(weight.astype(hidden.dtype))
+    w = _gather(weight.astype(hidden.dtype))
 
     def one(total: Array, part: tuple[Array, Array]) -> tuple[Array, Array]:
         h, y = part
@@ -130,7 +126,7 @@ def _forward(settings: _LossSettings, hidden: Array, weight: Array, labels: Arra
 
 def _backward(settings: _LossSettings, residuals: Any, gradient: Array) -> Any:
     hidden, weight, labels, lse = residuals
-    w = _gathered(weight.astype(hidden.dtype))
+    w = _gather(weight.astype(hidden.dtype))
     vocabulary = weight.shape[-1]
     groups = _groups_of_rows(hidden)
 
@@ -156,7 +152,7 @@ def _backward(settings: _LossSettings, residuals: Any, gradient: Array) -> Any:
 _sum_of_losses.defvjp(_forward, _backward)
 
 
-def _gathered(w: Float[Array, "D V"]) -> Float[Array, "D V"]:
+def _gather(w: Float[Array, "D V"]) -> Float[Array, "D V"]:
     """`w` with all its rows on every device; its columns stay sharded as they are."""
     if automatic_mesh() is None:
         return w

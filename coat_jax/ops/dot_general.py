@@ -10,10 +10,12 @@ layer: the weight is viewed as a matrix of the contracted axes by the other axes
 import dataclasses
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -26,17 +28,19 @@ Axes = Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True)
-class DotGeneral:
+class _Product:
+    precision: Precision | str = COAT
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "precision", precision_of(self.precision))
+
+
+class DotGeneral(_Product):
     """`lax.dot_general` whose three products run as `coat.Precision` says.
 
     Attributes:
         precision: a `coat.Precision`, or its name.
     """
-
-    precision: Precision | str = COAT
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "precision", precision_of(self.precision))
 
     def __call__(
         self,
@@ -62,18 +66,20 @@ class DotGeneral:
             )
         require_real("coat.ops.DotGeneral", lhs)
         require_real("coat.ops.DotGeneral", rhs)
-        left, right = tuple(left), tuple(right)
-        _require_same_sizes(lhs.shape, rhs.shape, left, right)
+        contract = partial(lax.dot_general, dimension_numbers=dimension_numbers)
+        # JAX refuses axes that do not fit.
+        shapes = (jax.ShapeDtypeStruct(array.shape, jnp.float32) for array in (lhs, rhs))
+        whole = jax.eval_shape(contract, *shapes)
         rows = [axis for axis in range(lhs.ndim) if axis not in left]
         others = [axis for axis in range(rhs.ndim) if axis not in right]
         contracted = math.prod(rhs.shape[axis] for axis in right)
-        row_shape = [lhs.shape[axis] for axis in rows]
-        others_shape = [rhs.shape[axis] for axis in others]
 
         def op(lhs: Array, rhs: Array) -> Array:
-            x = lhs.transpose(*rows, *left).reshape(*row_shape, contracted)
-            w = rhs.transpose(*right, *others).reshape(contracted, math.prod(others_shape))
-            return linear(x, w, precision=self.precision).reshape(*row_shape, *others_shape)
+            x = lhs.transpose(*rows, *left).reshape(*whole.shape[: len(rows)], contracted)
+            columns = math.prod(whole.shape[len(rows) :])
+            columns = math.prod(whole.shape[len(rows) :])
+            w = rhs.transpose(*right, *others).reshape(contracted, columns)
+            return linear(x, w, precision=self.precision).reshape(whole.shape)
 
         def result() -> Any:
             of_input, of_weight = explicit_spec(lhs), explicit_spec(rhs)
@@ -86,32 +92,12 @@ class DotGeneral:
         return y if preferred_element_type is None else y.astype(jnp.dtype(preferred_element_type))
 
 
-def _require_same_sizes(
-    lhs: tuple[int, ...], rhs: tuple[int, ...], left: tuple[int, ...], right: tuple[int, ...]
-) -> None:
-    """Raises unless both shapes have the axes that are contracted, with the same sizes."""
-    there = all(
-        0 <= axis < len(shape) for shape, axes in ((lhs, left), (rhs, right)) for axis in axes
-    )
-    if not there or [lhs[axis] for axis in left] != [rhs[axis] for axis in right]:
-        raise ValueError(
-            f"An input {lhs} and a weight {rhs} do not fit: their axes {left} and {right}, which "
-            "are contracted, must have the same sizes."
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Einsum:
+class Einsum(_Product):
     """`jnp.einsum` of an input and a weight that share no axis of the output.
 
     Attributes:
         precision: a `coat.Precision`, or its name.
     """
-
-    precision: Precision | str = COAT
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "precision", precision_of(self.precision))
 
     def __call__(
         self,

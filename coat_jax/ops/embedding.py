@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs, shard_inside
-from coat_jax.ops.checks import require_array, require_real
+from coat_jax.ops.checks import require_integers, require_real
 
 
 def embedding(table: Float[Array, "V D"], tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
@@ -24,9 +24,7 @@ def embedding(table: Float[Array, "V D"], tokens: Int[Array, "..."]) -> Float[Ar
     require_real("embedding", table)
     if table.ndim != 2 or not table.shape[0]:
         raise ValueError(f"embedding takes a table [V, D] of at least one row, not {table.shape}.")
-    require_array("embedding", tokens)
-    if not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise TypeError(f"tokens are whole numbers, not {tokens.dtype.name}.")
+    require_integers("tokens", tokens)
     table, tokens = jnp.asarray(table), in_int32(tokens)
     return shard_inside(
         _embedding,

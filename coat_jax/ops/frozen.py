@@ -20,17 +20,18 @@ from coat_jax.errors import UserError
 from coat_jax.kernels import gemm
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.gemm import Operand
-from coat_jax.kernels.sharding import as_3d
 from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs, shard_inside
+from coat_jax.numerics.formats import format_of
 from coat_jax.numerics.minifloat import Minifloat
-from coat_jax.ops.backward import batched_alike, define_op
 from coat_jax.ops.checks import require_columns, require_layers, require_real
-from coat_jax.ops.saved.projection import (
+from coat_jax.ops.definition import batch_alike, define_op
+from coat_jax.ops.projection import (
+    Layers,
     Mode,
     as_operand,
     gradient_operand,
+    input_gradient,
     mode_of,
-    recompute_weight,
 )
 from coat_jax.precision import COAT, Precision
 
@@ -46,32 +47,23 @@ def freeze(weight: Float[Array, "K N"], *, precision: Precision | str = COAT) ->
     """Rounds a weight to FP8, once for all steps."""
     require_real("freeze", weight)
     weight = jnp.asarray(weight)  # NumPy's FP64 becomes FP32
-    mode = mode_of(precision, "xla")
-    if isinstance(mode.format, Minifloat):
-        raise ValueError(
-            f"freeze stores a weight in FP8, and {mode.format.name} is simulated: its codes would "
-            "take as much memory as the weight. Use coat.FP8_LINEAR or coat.COAT."
-        )
     if weight.ndim != 2:
         raise ValueError(f"freeze rounds one weight [K, N], not an array of shape {weight.shape}.")
-    if mode.format is None:
-        raise ValueError(
-            f"freeze rounds a weight to the FP8 of a precision with fp8_linear, and "
-            f"{mode.precision} has none. Use coat.FP8_LINEAR or coat.COAT."
-        )
-    _require_fp8_products("freeze", mode)
-    rounded = gemm.operand(weight, mode.format)
+    rounded = gemm.operand(weight, _fp8_mode("freeze", precision, "xla").format)
     assert rounded.values is not None
     assert rounded.scale is not None
     return Frozen(rounded.values, rounded.scale)
 
 
-def _require_fp8_products(name: str, mode: Mode) -> None:
-    if mode.precision.int8_forward:
+def _fp8_mode(name: str, precision: Precision | str, implementation: Implementation | None) -> Mode:
+    mode = mode_of(precision, implementation)
+    stores = mode.format is not None and not isinstance(mode.format, Minifloat)
+    if not stores or mode.precision.int8_forward:
         raise UserError(
-            f"{name} is for weights whose FP8 codes are multiplied, and int8_forward multiplies in "
-            "INT8. Use a precision without it, such as coat.COAT."
+            f"{name} takes a precision that multiplies in FP8, neither simulated nor with "
+            f"int8_forward, such as coat.COAT; not {mode.precision}."
         )
+    return mode
 
 
 def adapted_linear(
@@ -104,33 +96,24 @@ def adapted_linear(
             f"adapted_linear takes an adapter of two arrays, not {type(adapter).__name__}."
         )
     a, c = adapter
-    if weight.codes.ndim != 2 or weight.codes.shape[0] != x.shape[-1]:
-        raise ValueError(
-            f"adapted_linear got an input with {x.shape[-1]} columns and a frozen weight of shape "
-            f"{weight.codes.shape}: it should be [{x.shape[-1]}, N]."
-        )
     require_layers("adapted_linear", x.shape[-1], (a,), (None,))
     require_layers("adapted_linear's adapter", a.shape[-1], (c,), (bias,))
-    if c.shape[1] != weight.codes.shape[1]:
+    if weight.codes.shape != (x.shape[-1], c.shape[1]):
         raise ValueError(
-            f"adapted_linear got an adapter with {c.shape[1]} outputs for a weight with "
-            f"{weight.codes.shape[1]}."
+            f"adapted_linear got an input with {x.shape[-1]} columns, an adapter with {c.shape[1]} "
+            f"outputs and a frozen weight of shape {weight.codes.shape}, which does not fit them."
         )
-    mode = mode_of(precision, implementation)
-    _require_fp8_products("adapted_linear", mode)
+    mode = _fp8_mode("adapted_linear", precision, implementation)
     if mode.format != weight.codes.dtype:
-        fmt = mode.format if isinstance(mode.format, Minifloat | None) else jnp.dtype(mode.format)
-        products = "without FP8" if fmt is None else f"in {fmt.name}"
         raise ValueError(
-            f"The weight is frozen as {weight.codes.dtype.name}, but this precision multiplies "
-            f"{products}. Freeze it with the precision of the product."
+            f"The weight is frozen as {weight.codes.dtype.name}, but this precision multiplies in "
+            f"{format_of(mode.precision.forward).name}. Use the precision that it was frozen with."
         )
 
     def op(x: Array, weight: Frozen, a: Array, c: Array, bias: Array | None) -> Array:
-        y, h = _products(mode, as_3d(x), weight, a, None)  # without telemetry
+        y, h = _products(mode, (), x, weight, a)
         y = y + (h @ c.astype(x.dtype))
-        y = y if bias is None else y + bias.astype(x.dtype)
-        return y.reshape(*x.shape[:-1], y.shape[-1])
+        return y if bias is None else y + bias.astype(x.dtype)
 
     def result() -> PartitionSpec:
         return merge_specs(*explicit_spec(x)[:-1], explicit_spec(weight.codes)[1])
@@ -143,7 +126,7 @@ def _products_forward(mode: Mode, x: Array, weight: Frozen, a: Array) -> Any:
     n = as_operand(x, x.dtype, mode)
     narrow = as_operand(a, x.dtype, mode, "transposed")
     y, h = (gemm.product(n, w, x.dtype) for w in (_operand(weight), narrow))
-    return batched_alike(y, h), (n, weight, a, narrow.scale), lambda probe: probe
+    return batch_alike(y, h), (n, weight, a, narrow.scale), dict
 
 
 def _products_backward(
@@ -151,14 +134,19 @@ def _products_backward(
 ) -> Any:
     dtype: DTypeLike = gradients[0].dtype
     dy, dh = (gradient_operand(g, mode) for g in gradients)
-    narrow = recompute_weight(a, scale, dtype, mode)
     dx = gemm.product_transposed(dy, _operand(weight), dtype)
-    dx = gemm.product_transposed(dh, narrow, dtype) + dx
-    return (dx, None, gemm.outer_product(n, dh, a.dtype)), lambda probe: probe
+    dx = input_gradient(Layers((a,), (None,)), (scale,), (dh,), dtype, mode) + dx
+    return (dx, None, gemm.outer_product(n, dh, a.dtype)), dict
 
 
+# Telemetry does not see what it rounds: it has names, but no statistics.
 _products = define_op(
-    "adapted_linear", _products_forward, _products_backward, rounds=lambda mode: True
+    "adapted_linear",
+    _products_forward,
+    _products_backward,
+    operands=("input",),
+    weights=("",),
+    in_3d=True,
 )
 
 

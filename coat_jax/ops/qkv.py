@@ -8,8 +8,7 @@ gradients of q and k are rotated back in the pass that rounds them for their pro
 """
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -28,34 +27,27 @@ from coat_jax.kernels.rotary import (
     split_heads,
     supports_head_dim,
 )
-from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs, of_heads, shard_inside
+from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs, of_heads
 from coat_jax.ops import recording
-from coat_jax.ops.backward import batched_alike, define_op, rounds_rows
-from coat_jax.ops.checks import (
-    require_layers,
-    require_norm,
-    require_real,
-)
-from coat_jax.ops.rotary import Rotary, require_rotary
-from coat_jax.ops.saved.norm import SavedNorm, norm_gradient, recompute_norm, save_norm
-from coat_jax.ops.saved.projection import (
-    Biases,
+from coat_jax.ops.checks import require_norm, require_real
+from coat_jax.ops.definition import batch_alike, define_op
+from coat_jax.ops.norm import SavedNorm, norm_gradient, recompute_norm, save_norm
+from coat_jax.ops.projection import (
+    Layers,
     Mode,
     Scales,
-    Weights,
     as_layers,
-    bias_gradients,
     gradient_operand,
     input_gradient,
     mode_of,
+    parameter_gradients,
     project,
-    weight_gradients,
 )
+from coat_jax.ops.rotary import Rotary, require_rotary
 from coat_jax.precision import COAT, Precision
 from coat_jax.probes import Probe
 
 Heads = Float[Array, "B S N H"]
-ROTATED = (True, True, False)  # q, k, v
 NAMES = ("query", "key", "value")
 
 
@@ -87,104 +79,88 @@ def norm_qkv(
     require_real("norm_qkv", x)
     if x.ndim != 3:
         raise ValueError(f"norm_qkv takes x [batch, sequence, width], not {x.shape}.")
-    ws, bs = as_layers(tuple(weights), biases)
     require_norm("norm_qkv", x.shape[-1], norm)
-    require_layers("norm_qkv", x.shape[-1], ws, bs)
+    layers = as_layers("norm_qkv", x.shape[-1], tuple(weights), biases)
     whole = isinstance(head_dim, int) and head_dim > 0
-    if not whole or len(ws) != len(ROTATED) or any(w.shape[1] % head_dim for w in ws):
+    if not whole or len(weights) != len(NAMES) or any(w.shape[1] % head_dim for w in weights):
         raise ValueError(
             f"norm_qkv takes three weights to whole heads of {head_dim=}, not "
-            f"{[w.shape for w in ws]}."
+            f"{[w.shape for w in weights]}."
         )
     if rotary is None:
         positions = None
     else:
         positions = jnp.arange(x.shape[1]) if positions is None else positions
         require_rotary(rotary, positions, x.shape[:2])
-    settings = _QKVSettings(head_dim, rotary, mode_of(precision, implementation))
-    probe = recording.probe_of_layers("norm_qkv", settings.mode, NAMES, blocks=("saved",))
-
-    def specs() -> tuple[PartitionSpec, ...]:
-        batch, sequence, _ = explicit_spec(x)
-        heads = [of_heads(explicit_spec(w)[1], w.shape[1] // head_dim) for w in ws]
-        return merge_specs(*explicit_spec(x)), *(
-            merge_specs(batch, sequence, entry, None) for entry in heads
-        )
-
-    op = partial(_norm_qkv, settings)
-    return shard_inside(op, specs, x, norm, ws, bs, positions, probe)
+    mode = mode_of(precision, implementation)
+    return _norm_qkv(mode, (head_dim, rotary), x, norm, layers, positions)
 
 
-class _QKVSettings(NamedTuple):
-    head_dim: int
-    rotary: Rotary | None
-    mode: Mode
-
-    def angles(self, positions: Array | None) -> tuple[Array, Array] | None:
-        """Cosines and sines of the rotation; None without one."""
-        if self.rotary is None or positions is None:
-            return None
-        return self.rotary.cos_sin(positions, self.head_dim)
+def _specs(
+    head_dim: int, rotary: Rotary | None, x: Array, norm: Norm, layers: Layers, *_: Array | None
+) -> tuple[PartitionSpec, ...]:
+    rows, weights = explicit_spec(x)[:2], layers.weights
+    entries = [of_heads(explicit_spec(w)[1], w.shape[1] // head_dim) for w in weights]
+    return merge_specs(*explicit_spec(x)), *(merge_specs(*rows, e, None) for e in entries)
 
 
 def _forward(
-    settings: _QKVSettings,
+    mode: Mode,
+    head_dim: int,
+    rotary: Rotary | None,
     x: Array,
     norm: Norm,
-    weights: Weights,
-    biases: Biases,
+    layers: Layers,
     positions: Array | None,
 ) -> Any:
-    mode = settings.mode
     saved, n = save_norm(x, norm, mode)
-    outputs, scales = project(n, weights, biases, x.dtype, mode)
-    heads = [split_heads(y, settings.head_dim) for y in outputs]
-    angles = settings.angles(positions)
-    if angles is not None:
-        heads = [
-            rotary_forward(y, *angles) if is_rotated else y
-            for y, is_rotated in zip(heads, ROTATED, strict=True)
-        ]
+    outputs, scales = project(n, layers, x.dtype, mode)
+    q, k, v = (split_heads(y, head_dim) for y in outputs)
+    if rotary is not None and positions is not None:
+        angles = rotary.cos_sin(positions, head_dim)
+        q, k = rotary_forward(q, *angles), rotary_forward(k, *angles)
 
-    def record(probe: Probe) -> Probe:
-        return recording.norm(probe, x, saved, norm, weights, scales, mode)
+    def record() -> Probe:
+        return recording.norm(x, saved, layers, scales, mode)
 
-    return batched_alike(x, *heads), (saved, norm, weights, scales, biases, positions), record
+    return batch_alike(x, q, k, v), (saved, layers, scales, positions), record
 
 
 def _backward(
-    settings: _QKVSettings,
+    mode: Mode,
+    head_dim: int,
+    rotary: Rotary | None,
     saved: SavedNorm,
-    norm: Norm,
-    weights: Weights,
+    layers: Layers,
     scales: Scales,
-    biases: Biases,
     positions: Array | None,
     gradients: tuple[Array, ...],
 ) -> Any:
-    mode = settings.mode
     residual, *heads = gradients
-    angles = settings.angles(positions)
-    back = [angles if is_rotated else None for is_rotated in ROTATED]
-    n = recompute_norm(saved, norm, mode, residual.dtype)
-    g = [_operand(dy, a, mode) for dy, a in zip(heads, back, strict=True)]
-    dn = input_gradient(weights, scales, g, residual.dtype, mode)
-    dx, d_norm = norm_gradient(saved, norm, dn, residual, mode)
+    angles = None
+    if rotary is not None and positions is not None:
+        angles = rotary.cos_sin(positions, head_dim)
+    back = (angles, angles, None)  # v is not rotated
 
     def unrotated() -> list[Array]:
-        return [join_heads(_rotated_back(dy, a)) for dy, a in zip(heads, back, strict=True)]
+        return [join_heads(_rotate_back(dy, a)) for dy, a in zip(heads, back, strict=True)]
 
-    d_biases = biases
-    if any(bias is not None for bias in biases):
-        d_biases = bias_gradients(biases, unrotated())
-    d_weights = weight_gradients(n, weights, g)
-    return (dx, d_norm, d_weights, d_biases, None), lambda probe: recording.gradients(
-        probe, unrotated, g, mode
-    )
+    n = recompute_norm(saved, mode, residual.dtype)
+    g = [_operand(dy, a, mode) for dy, a in zip(heads, back, strict=True)]
+    dn = input_gradient(layers, scales, g, residual.dtype, mode)
+    dx, d_norm = norm_gradient(saved, dn, residual, mode)
+    d_layers = parameter_gradients(n, layers, g, unrotated)
+    return (dx, d_norm, d_layers, None), lambda: recording.gradients(unrotated(), g, mode)
 
 
 _norm_qkv = define_op(
-    "norm_qkv", _forward, _backward, rounds=lambda settings: rounds_rows(settings.mode)
+    "norm_qkv",
+    _forward,
+    _backward,
+    blocks=("saved",),
+    operands=("input",),
+    weights=NAMES,
+    specs=_specs,
 )
 
 
@@ -192,14 +168,14 @@ def _operand(dy: Heads, angles: tuple[Array, Array] | None, mode: Mode) -> Opera
     """The gradient of heads before their rotation, as an operand of products."""
     dtype, stream = mode.gradient_format, mode.stream("gradients")
     if angles is None or dtype is None:
-        return gradient_operand(join_heads(_rotated_back(dy, angles)), mode)
+        return gradient_operand(join_heads(_rotate_back(dy, angles)), mode)
     scale = gemm.tensor_scale(GROWTH * gemm.largest_magnitude(dy), dtype)
     if mode.implementation == "triton" and supports_head_dim(dy.shape[-1]):
         codes = rotary_backward_cast(dy, *angles, scale, dtype, stream=stream)
         return Operand(*codes, scale)
-    rotated = join_heads(_rotated_back(dy, angles))
+    rotated = join_heads(_rotate_back(dy, angles))
     return gemm.scaled(rotated, scale, dtype, "both", mode.implementation, stream=stream)
 
 
-def _rotated_back(dy: Heads, angles: tuple[Array, Array] | None) -> Heads:
+def _rotate_back(dy: Heads, angles: tuple[Array, Array] | None) -> Heads:
     return dy if angles is None else rotary_backward(dy, *angles)

@@ -112,7 +112,7 @@ def quantized_linear(
         codes = weight.codes.astype(x.dtype)
         y = jnp.matmul(x, codes.T, preferred_element_type=wide).astype(jnp.float32) * weight.scale
     else:
-        rounded, row_scale = _rounded(x, weight.input_scale, name)
+        rounded, row_scale = _round_rows(x, weight.input_scale, name)
         sums = gemm.product_of_codes(rounded, weight.codes, wide)
         y = gemm.scale_sums(sums, row_scale[..., 0], weight.scale)
     return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
@@ -140,7 +140,7 @@ def _refuse_gradient(primals: tuple[Array], tangents: tuple[Array]) -> Any:
     )
 
 
-def _rounded(
+def _round_rows(
     x: Float[Array, "*rows K"], input_scale: Float[Array, ""] | None, name: EightBits
 ) -> tuple[Array, Float[Array, "*rows 1"]]:
     """The codes of an input, and the scale of each row."""
@@ -181,11 +181,6 @@ def _require_shapes(x: Array, weight: Quantized, bias: Array | None) -> None:
         raise ValueError(
             f"quantized_linear got an input with {x.shape[-1]} columns and codes of shape "
             f"{weight.codes.shape}: they should be [outputs, {x.shape[-1]}]."
-        )
-    if weight.scale.shape != weight.codes.shape[:1]:
-        raise ValueError(
-            f"The scales {weight.scale.shape} are not one for each of {weight.codes.shape[0]} "
-            "outputs."
         )
     if bias is not None and bias.shape != weight.scale.shape:
         raise ValueError(

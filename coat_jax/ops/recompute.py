@@ -17,11 +17,13 @@ from jaxtyping import Array, Float
 
 from coat_jax import probes
 from coat_jax.numerics.formats import E4M3
-from coat_jax.numerics.groups import require_group_size
 from coat_jax.ops import recording
-from coat_jax.ops.backward import batched_alike, define_op
 from coat_jax.ops.checks import require_columns
-from coat_jax.ops.saved.array import SavedArray, restore, save_array
+from coat_jax.ops.definition import SavedArray, batch_alike, define_op, restore, save_array
+from coat_jax.ops.projection import Mode
+from coat_jax.precision import Block, Precision
+from coat_jax.probes import Probe
+from coat_jax.validation import require
 
 
 def recompute(
@@ -33,7 +35,7 @@ def recompute(
         function: a function of x and of any other arguments that it needs. These are saved as they
             are, so parameters take no additional memory. Arrays that need a gradient must be
             arguments: the function cannot close over them.
-        block: the size of the blocks.
+        block: the size of the blocks: 16, 32, 64 or 128.
         stochastic: whether the saved input is rounded stochastically, as with
             `Precision.stochastic`, or to nearest.
 
@@ -47,26 +49,32 @@ def recompute(
     """
     if not callable(function):
         raise TypeError(f"recompute takes a function, not {type(function).__name__}.")
-    require_group_size(block, "block")
+    require("block", block, Block)
+    mode = Mode(Precision(fp8_linear=False, block=block, stochastic=stochastic), "xla")
 
     def alone(x: Float[Array, "*rows D"], *rest: Any) -> Any:
         with probes.current_scope(None):  # a probe of the outer trace must not leak into it
             return function(x, *rest)
 
-    def forward(dtype: DTypeLike, x: Float[Array, "*rows D"], *rest: Any) -> Any:
+    def forward(mode: Mode, dtype: DTypeLike, x: Float[Array, "*rows D"], *rest: Any) -> Any:
         leaves, structure = jax.tree.flatten(alone(x, *rest))
-        y = jax.tree.unflatten(structure, batched_alike(*leaves))
+        y = jax.tree.unflatten(structure, batch_alike(*leaves))
         saved = save_array(x, E4M3, block, stochastic=stochastic)
-        return y, (saved, rest), lambda probe: recording.saved(probe, "saved", x, saved, block)
 
-    def backward(dtype: DTypeLike, saved: SavedArray, rest: tuple[Any, ...], dy: Any) -> Any:
-        gradients = jax.vjp(alone, restore(saved, dtype, block), *rest)[1](dy)
-        return gradients, lambda probe: probe
+        def record() -> Probe:
+            return recording.blocks(("saved",), (x,), (saved,), block, E4M3)
 
-    again = define_op("recompute", forward, backward, rounds=lambda dtype: True)
+        return y, (saved, rest), record
+
+    def backward(
+        mode: Mode, dtype: DTypeLike, saved: SavedArray, rest: tuple[Any, ...], dy: Any
+    ) -> Any:
+        return jax.vjp(alone, restore(saved, dtype, block), *rest)[1](dy), dict
+
+    again = define_op("recompute", forward, backward, blocks=("saved",))
 
     def run(x: Float[Array, "*rows D"], *rest: Any) -> Any:
         require_columns("recompute", x)
-        return again(x.dtype, x, *rest, probes.probe("recompute", ("saved",)))
+        return again(mode, (x.dtype,), x, *rest)
 
     return run

@@ -3,6 +3,7 @@
     study                the study, as `experiments.study` takes it
     arms, arm            the formats, and the sizes of model that they are tried at
     training, unscaled   all seeds and learning rates of a format as one program
+    sharpness            how much a token's loss can grow if its logits change a little
     events               what counts as diverged and stuck: fixed before the runs
     failures, alarms     exact statistics of pairs; whether a signal warns of a divergence
     conditions, show     runs that can be compared; tables and pictures of them

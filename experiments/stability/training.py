@@ -29,7 +29,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int, Int32, UInt8
 
-from coat_jax import models, ops
+from coat_jax import models
 from coat_jax import optax as coat_optax
 from coat_jax.optax.clipping import clip_scale, global_norm
 from coat_jax.training.data import corpus
@@ -39,6 +39,7 @@ from experiments.stability.arm import PARTS, Arm, Settings, Size, model_config
 from experiments.stability.arms import ARMS, SIZES
 from experiments.stability.curves import Signals, packed
 from experiments.stability.events import entropy, events_of
+from experiments.stability.sharpness import sharpness
 from experiments.stability.unscaled import without_scales
 from experiments.study.study import Job
 from experiments.study.worker import say
@@ -242,7 +243,7 @@ def loss_and_sharpness(
     model = nnx.merge(graph, params)
     logits, labels = model.logits(model.hidden(batch[:, :-1])), batch[:, 1:]
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-    return loss, ops.sharpness(lax.stop_gradient(logits), labels).mean()
+    return loss, sharpness(lax.stop_gradient(logits), labels).mean()
 
 
 def optimizer(arm: Arm, config: models.Config, settings: Settings) -> optax.GradientTransformation:

@@ -55,5 +55,5 @@ def test_a_number_that_32_bits_do_not_hold_has_no_row():
 
 
 def test_numbers_must_be_whole():
-    with pytest.raises(ValueError, match="whole numbers, not float32"):
+    with pytest.raises(TypeError, match="whole numbers, not float32"):
         both()[0](jnp.zeros(2))

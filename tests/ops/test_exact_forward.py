@@ -28,9 +28,9 @@ from coat_jax import ops
 from coat_jax.kernels.activation import ACTIVATIONS, activate
 from coat_jax.numerics.blocks import from_blocks
 from coat_jax.numerics.formats import nearest
-from coat_jax.ops.saved.activation import save_activation
-from coat_jax.ops.saved.norm import recompute_norm, save_norm
-from coat_jax.ops.saved.projection import mode_of
+from coat_jax.ops.activation import save_activation
+from coat_jax.ops.norm import recompute_norm, save_norm
+from coat_jax.ops.projection import mode_of
 
 # Rounded to nearest, so that both see the same values in the backward pass.
 EXACT, ROUNDED = dataclasses.replace(coat.COAT, stochastic=False), coat.COAT_PAPER
@@ -185,7 +185,7 @@ def test_a_recomputed_norm_fits_the_scale_of_the_exact_one():
     @jax.jit
     def run(x):
         saved, _ = save_norm(x, norm, mode)
-        return from_blocks(saved.x, size=16), recompute_norm(saved, norm, mode, jnp.float32)
+        return from_blocks(saved.x, size=16), recompute_norm(saved, mode, jnp.float32)
 
     rounded, again = jax.device_get(run(x))
     rounded = rounded[..., 0]

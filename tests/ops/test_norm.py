@@ -20,8 +20,8 @@ from ops_cases import (
 
 import coat_jax as coat
 from coat_jax import ops
-from coat_jax.ops.saved.norm import norm_gradient, save_norm
-from coat_jax.ops.saved.projection import Mode
+from coat_jax.ops.norm import norm_gradient, save_norm
+from coat_jax.ops.projection import Mode
 
 KINDS = ("rms", "layer")
 D = 40
@@ -79,7 +79,7 @@ def test_a_residual_gradient_in_bf16_is_added_before_the_only_rounding(kind):
     x, dn, residual = (draw(i, (4, 32, D)).astype(jnp.bfloat16) for i in range(3))
     norm, mode = some_norm(kind, D, 3), Mode(coat.BF16, "xla")
     saved, _ = save_norm(x, norm, mode)
-    once, _ = norm_gradient(saved, norm, dn, residual, mode)
-    exact, _ = norm_gradient(saved, norm, dn.astype(jnp.float32), residual, mode)
+    once, _ = norm_gradient(saved, dn, residual, mode)
+    exact, _ = norm_gradient(saved, dn.astype(jnp.float32), residual, mode)
     assert exact.dtype == jnp.float32
     assert np.mean(once == exact.astype(jnp.bfloat16)) > 0.99

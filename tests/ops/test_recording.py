@@ -7,35 +7,22 @@ from ops_cases import draw, some_norm, weight
 import coat_jax as coat
 from coat_jax.kernels import gemm
 from coat_jax.ops import recording
-from coat_jax.ops.saved.activation import save_activation
-from coat_jax.ops.saved.norm import save_norm
-from coat_jax.ops.saved.projection import Mode
+from coat_jax.ops.activation import save_activation
+from coat_jax.ops.norm import save_norm
+from coat_jax.ops.projection import Layers, Mode
 
 F = 64
+LAYERS = Layers((weight(2, F, F),), (None,))
 precisions = pytest.mark.parametrize(
     "precision", [coat.COAT, coat.COAT_PAPER], ids=["coat", "coat_paper"]
 )
-
-
-class Probe:
-    """Takes the place of one that computes statistics."""
-
-    weights = ("gate", "up", "down")
-
-    def with_sums(self, *_):
-        return self
 
 
 @pytest.fixture
 def recorded(monkeypatch):
     """The values of each operand of a forward product, by name."""
     found = {}
-
-    def products(seen, tensor, values, *_, **__):
-        found[tensor] = values()
-        return seen
-
-    monkeypatch.setattr(recording, "products", products)
+    monkeypatch.setattr(recording, "products", lambda *args, **_: found.update([args[:2]]) or {})
     return found
 
 
@@ -49,7 +36,7 @@ def test_a_norm_is_recorded_as_it_was_computed(precision, recorded):
     """From the exact input, or from the saved one."""
     x, norm, mode = draw(0, (2, 16, F)), some_norm("rms", F, 1), Mode(precision, "xla")
     saved, operand = save_norm(x, norm, mode)
-    recording.norm(Probe(), x, saved, norm, (weight(2, F, F),), (None,), mode)
+    recording.norm(x, saved, LAYERS, (None,), mode)
     again, made = codes_of(recorded["input"], operand)
     np.testing.assert_array_equal(again, made)
 
@@ -58,6 +45,6 @@ def test_a_norm_is_recorded_as_it_was_computed(precision, recorded):
 def test_an_activation_is_recorded_as_it_was_computed(precision, recorded):
     hidden, mode = [draw(i, (2, 16, F)) for i in range(2)], Mode(precision, "xla")
     saved, operand = save_activation(hidden, "silu", mode)
-    recording.activation(Probe(), hidden, saved, "silu", weight(2, F, F), None, mode)
+    recording.activation(hidden, saved, "silu", LAYERS, (None,), mode)
     again, made = codes_of(recorded["down/input"], operand)
     np.testing.assert_array_equal(again, made)

@@ -39,7 +39,6 @@ norm_linear = partial(partial, ops.norm_linear)
 rotate = partial(partial, ops.rotate)
 freeze = partial(partial, ops.freeze)
 embedding = partial(partial, ops.embedding)
-sharpness = partial(partial, ops.sharpness)
 quantized = partial(partial, ops.quantized_linear)
 quantize = partial(partial, ops.quantize_weight)
 dot_general = partial(partial, ops.DotGeneral())
@@ -117,9 +116,9 @@ VALUES = [
     # Attention.
     (attention(q=HEADS[0]), r"q \[B, S, N, H\] .*not \(5, 4, 8\), \(2, 5,"),
     (attention(v=HEADS[:, :4]), r"and \(2, 4, 4, 8\)"),
-    (attention(q=HEADS[:1]), r"q \(1, 5, 4, 8\) and k .* do not fit: batch and head sizes must"),
-    (attention(k=HEADS[:, :, :3], v=HEADS[:, :, :3]), "key heads must divide that of query heads"),
-    (attention(*[HEADS[..., :0]] * 3), "at least one number"),
+    (attention(q=HEADS[:1]), r"not \(1, 5, 4, 8\), \(2, 5, 4, 8\)"),
+    (attention(k=HEADS[:, :, :3], v=HEADS[:, :, :3]), "where K divides N"),
+    (attention(*[HEADS[..., :0]] * 3), "H is not 0"),
     (attention(window=0), "window=0 needs causal=True and at least one"),
     (attention(window=3, causal=False), "window=3 needs causal=True"),
     (attention(segments=LABELS[:, :4]), r"segments \(2, 4\) must number the tokens of q \(2, 5\)"),
@@ -145,17 +144,13 @@ VALUES = [
     (cross_entropy(w=W.T), r"cross_entropy got .*13 columns .*\(29, 13\)"),
     (cross_entropy(chunk=0), "chunk=0 must be a positive whole"),
     (cross_entropy(chunk=1.5), "chunk=1.5 must be a positive whole"),
-    (cross_entropy(label_smoothing=1.0), "label_smoothing=1.0 must be at least 0 and under 1"),
+    (cross_entropy(label_smoothing=1.0), "label_smoothing=1.0 at least 0 and under 1"),
     (cross_entropy(label_smoothing=float("nan")), "=nan must be"),
     (cross_entropy(z_loss=-1.0), "z_loss=-1.0 must be at least"),
-    (sharpness(X, LABELS[:1]), r"shape \(2, 5, 13\) .* \(1, 5\)\. Labels should have shape \(2, 5"),
-    (sharpness(X, LABELS, epsilon=0), "epsilon=0 must be above 0"),
     (embedding(W[:0], LABELS), r"a table \[V, D\] of at least one row, not \(0, 29\)"),
     (embedding(W[0], LABELS), r"a table \[V, D\] of at least one row, not \(29,\)"),
     # Products of other forms.
     (dot_general(X, X, (((2,), (2,)), ((0,), (0,)))), r"without batch axes, and got \(0,\), \(0,"),
-    (dot_general(X, W, (((2,), (1,)), ((), ()))), r"do not fit: their axes \(2,\) and \(1,\)"),
-    (dot_general(X, W, (((3,), (0,)), ((), ()))), r"do not fit: their axes \(3,\) and \(0,\)"),
     (einsum("bsd,bdf->bsf", X, ones(2, 13, 5)), "axes that input, weight and output share"),
     (einsum("bsd,df->bf", X, W), "sums over an axis of one operand alone"),
     (einsum("bsd,df", X, W), "'bsd,df' names no output"),
@@ -164,16 +159,15 @@ VALUES = [
     (partial(ops.DotGeneral, "fp9"), "no precision 'fp9'"),
     # Frozen and quantized weights.
     (freeze(W[0]), r"freeze rounds one weight \[K, N\], not an array of shape \(29,\)"),
-    (freeze(W, precision="bf16"), "freeze rounds a weight to the FP8 of a precision with fp8_l"),
-    (freeze(W, precision=coat.COAT_INT8), "freeze is .* int8_forward .* such as coat.COAT"),
-    (freeze(W, precision=coat.Precision(forward="E3M4")), "E3M4 is simulated"),
-    (adapted(adapter=(W[:, :4], ones(4, 28))), "adapter with 28 outputs for a weight with 29"),
-    (adapted(frozen=ops.Frozen(W[:12], 1)), r"13 columns and a frozen weight of shape \(12, 29\)"),
+    (freeze(W, precision=coat.COAT_INT8), "freeze takes a precision that .* such as coat.COAT"),
+    *(
+        (adapted(precision=precision), "adapted_linear takes a precision that multiplies in FP8")
+        for precision in (coat.BF16, coat.COAT_INT8, coat.Precision(forward="E3M4"))
+    ),
+    (adapted(adapter=(W[:, :4], ones(4, 28))), r"adapter with 28 outputs and .* \(13, 29\)"),
+    (adapted(frozen=ops.Frozen(W[:12], 1)), r"13 columns, .* frozen weight of shape \(12, 29\)"),
     (adapted(X, FROZEN, ADAPTER, ones(3)), r"bias of shape \(3,\) .* it should be \(29,\)"),
-    (adapted(precision=coat.BF16), "float8_e4m3fn, but .* multiplies without FP8.* Freeze it with"),
-    (adapted(precision=SWAPPED), "multiplies in float8_e5m2"),
-    (adapted(precision=coat.Precision(forward="E3M4")), "multiplies in E3M4"),
-    (adapted(precision=coat.COAT_INT8), "adapted_linear is .* such as coat.COAT"),
+    (adapted(precision=SWAPPED), "float8_e4m3fn, but .* multiplies in E5M2"),
     (quantize(W[0]), r"a weight \[K, N\]"),
     (quantize(W, "int4"), "one of int8, fp8"),
     (quantize(W, fit="best"), "fit='best' must be one of"),
@@ -183,8 +177,8 @@ VALUES = [
     (quantized(X, QUANTIZED, ones(1)), r"a bias of shape \(1,\): it should be"),
     (quantized(X, ops.Quantized(W.T, ones(29))), "must be int8 or float8_e4m3fn"),
     *(
-        (partial(ops.recompute, jnp.tanh, block=block), "block must be a positive whole number")
-        for block in (0, -16, 1.5, "16", None, True)
+        (partial(ops.recompute, jnp.tanh, block=block), "block=.* a whole number among 16, 32")
+        for block in (0, "16", None, True)
     ),
     # Kernels.
     (
@@ -195,7 +189,7 @@ VALUES = [
 
 
 REAL = "computes with real floats, not with"
-OF_LABELS = "labels are token numbers, not float32"
+OF_LABELS = "labels are whole numbers, not float32"
 NUMBER = "must be a Python number"
 TYPES = [
     (linear(INTEGERS, W), f"linear {REAL} int32"),
@@ -209,7 +203,6 @@ TYPES = [
     (norm_qkv(x=INTEGERS), f"norm_qkv {REAL} int32"),
     (rotate(HEADS.astype(np.int32), PLACES, ops.Rotary()), f"rotate {REAL} int32"),
     (cross_entropy(w=W.astype(np.int32)), f"cross_entropy {REAL} int32"),
-    (sharpness(INTEGERS, LABELS), f"sharpness {REAL} int32"),
     (embedding(W.astype(np.int32), LABELS), f"embedding {REAL} int32"),
     (partial(ops.recompute(jnp.tanh), INTEGERS), f"recompute {REAL} int32"),
     (partial(ops.recompute, X), "recompute takes a function, not ndarray"),
@@ -238,8 +231,6 @@ TYPES = [
             embedding(W, [1, 2]),
             cross_entropy(hidden=None),
             cross_entropy(labels=[[0] * 5] * 2),
-            sharpness([[1.0]], LABELS),
-            sharpness(X, [[0] * 5] * 2),
             freeze(None),
             quantize(None),
             to_past(k=None),
@@ -263,7 +254,6 @@ TYPES = [
     (of_traced(attention, scale=0.1), f"scale=.* {NUMBER}"),
     (of_traced(cross_entropy, z_loss=0.1), f"z_loss=.* {NUMBER}"),
     (cross_entropy(labels=LABELS.astype(np.float32)), OF_LABELS),
-    (sharpness(X, np.float32(LABELS + 0.5)), OF_LABELS),
     (embedding(W, np.float32(LABELS)), "whole numbers, not float32"),
 ]
 

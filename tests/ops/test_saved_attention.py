@@ -14,9 +14,13 @@ from ops_cases import assert_close, distance, draw, same_gradients
 
 import coat_jax as coat
 from coat_jax import ops
-from coat_jax.ops.saved import attention as saved_attention
-from coat_jax.ops.saved.array import restore
-from coat_jax.ops.saved.attention import AttentionSettings
+from coat_jax.ops.attention import (
+    AttentionSettings,
+    _attend_padded,
+    dot_product_attention,
+    save_attention,
+)
+from coat_jax.ops.definition import restore
 
 B, S, N, K, H = 2, 6, 4, 2, 8
 
@@ -102,7 +106,7 @@ def test_the_output_is_rounded_as_the_precision_says():
     def saved(stochastic):
         precision = dataclasses.replace(coat.COAT_LEAN, stochastic=stochastic)
         settings = AttentionSettings(True, None, 0.25, precision, "xla")
-        o, kept = saved_attention.save_attention(settings, q, k, v, None)
+        o, kept = save_attention(settings, (q, k, v), None)
         return np.asarray(restore(kept.output, o.dtype, precision.attention_block) - o)
 
     nearest, stochastic = saved(False), saved(True)
@@ -127,7 +131,7 @@ def test_an_added_token_changes_nothing(s, t):
             results = []
             for (causal, window, mask), qkv in zip(ways, every, strict=True):
                 inner = functools.partial(
-                    saved_attention.dot_product_attention,
+                    dot_product_attention,
                     is_causal=causal,
                     local_window_size=None if window is None else (window - 1, 0),
                 )
@@ -136,7 +140,7 @@ def test_an_added_token_changes_nothing(s, t):
 
         return f
 
-    padded = of(saved_attention._attend_padded)
+    padded = of(_attend_padded)
     plain = of(lambda inner, mask, causal, *qkv: inner(*qkv, mask=mask))
     same_gradients(padded, plain, [draw(i, *shapes) for i in range(len(ways))])
 

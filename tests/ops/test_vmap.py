@@ -7,7 +7,7 @@ import pytest
 
 import coat_jax as coat
 from coat_jax import ops
-from coat_jax.ops.backward import batched_alike
+from coat_jax.ops.definition import batch_alike
 
 D, N, SIZE = 16, 32, 3
 
@@ -103,5 +103,5 @@ def test_second_derivatives_under_vmap_are_those_of_a_loop():
 
 
 def test_without_vmap_nothing_is_added_to_a_program():
-    program = jax.jit(batched_alike).lower(jnp.ones(3), jnp.ones(3)).as_text()
+    program = jax.jit(batch_alike).lower(jnp.ones(3), jnp.ones(3)).as_text()
     assert "broadcast" not in program

@@ -11,7 +11,7 @@ cost a byte a parameter. It also rounds each input that it recomputes from saved
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -25,14 +25,20 @@ from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.gemm import Operand
 from coat_jax.numerics.formats import E5M2, format_of
 from coat_jax.numerics.noise import NoiseStream
+from coat_jax.ops.checks import require_layers
 from coat_jax.precision import Precision, precision_of
 
-Weights = tuple[Float[Array, "K N"], ...]
-Biases = tuple[Float[Array, " N"] | None, ...]
 Outputs = tuple[Float[Array, "*rows N"], ...]
 Scales = tuple[Float[Array, ""] | None, ...]
 Input = Operand | int8.RowCodes  # of forward products
 Products = tuple[Float[Array, "*rows N"] | int8.Product, ...]
+
+
+class Layers(NamedTuple):
+    """Linear layers that share an input; also the gradients of their parameters."""
+
+    weights: tuple[Float[Array, "K N"], ...]
+    biases: tuple[Float[Array, " N"] | None, ...]
 
 
 class Mode(NamedTuple):
@@ -117,15 +123,6 @@ def fp8_scale(n: Input, mode: Mode) -> Float[Array, ""] | None:
     return gemm.tensor_scale(jnp.max(n.largest, initial=0.0), mode.format)
 
 
-def recompute_weight(
-    weight: Float[Array, "K N"], scale: Float[Array, ""] | None, dtype: DTypeLike, mode: Mode
-) -> Operand:
-    """A weight as the operand of the backward pass, with the scale that the forward pass saved."""
-    if scale is None or mode.format is None:
-        return Operand(weight.astype(dtype), None, None)
-    return gemm.scaled(weight, scale, mode.format, "straight", mode.implementation)
-
-
 def recompute_input(
     x: Float[Array, "*rows K"], scale: Float[Array, ""] | None, dtype: DTypeLike, mode: Mode
 ) -> Operand:
@@ -142,19 +139,17 @@ def gradient_operand(dy: Float[Array, "*rows N"], mode: Mode) -> Operand:
     return gemm.operand(dy, mode.gradient_format, "both", mode.implementation, stream=stream)
 
 
-def project(
-    n: Input, weights: Weights, biases: Biases, dtype: DTypeLike, mode: Mode
-) -> tuple[Outputs, Scales]:
+def project(n: Input, layers: Layers, dtype: DTypeLike, mode: Mode) -> tuple[Outputs, Scales]:
     """Returns the outputs of all layers in `dtype`, and the weights' scales, which are saved."""
-    products, scales = multiply(n, weights, dtype, mode)
-    return outputs_of(products, biases, dtype), scales
+    products, scales = multiply(n, layers, dtype, mode)
+    return outputs_of(products, layers, dtype), scales
 
 
-def multiply(n: Input, weights: Weights, dtype: DTypeLike, mode: Mode) -> tuple[Products, Scales]:
+def multiply(n: Input, layers: Layers, dtype: DTypeLike, mode: Mode) -> tuple[Products, Scales]:
     """Returns the products of all layers, those in INT8 unscaled, and the weights' scales."""
     products: list[Array | int8.Product] = []
     scales = []
-    for weight in weights:
+    for weight in layers.weights:
         if isinstance(n, int8.RowCodes):
             columns = int8.round_columns(weight, mode.implementation)
             products.append(int8.product(n, columns))
@@ -166,29 +161,34 @@ def multiply(n: Input, weights: Weights, dtype: DTypeLike, mode: Mode) -> tuple[
     return tuple(products), tuple(scales)
 
 
-def outputs_of(products: Products, biases: Biases, dtype: DTypeLike) -> Outputs:
+def outputs_of(products: Products, layers: Layers, dtype: DTypeLike) -> Outputs:
     """The outputs of layers, from their products."""
     outputs = []
-    for product, bias in zip(products, biases, strict=True):
+    for product, bias in zip(products, layers.biases, strict=True):
         y = product.scaled(dtype) if isinstance(product, int8.Product) else product
         outputs.append(y if bias is None else y + jnp.broadcast_to(bias.astype(dtype), y.shape))
     return tuple(outputs)
 
 
 def input_gradient(
-    weights: Weights, scales: Scales, gradients: Sequence[Operand], dtype: DTypeLike, mode: Mode
+    layers: Layers, scales: Scales, gradients: Sequence[Operand], dtype: DTypeLike, mode: Mode
 ) -> Float[Array, "*rows K"]:
     """The gradient of the shared input. On a GPU each GEMM adds the result of the previous one."""
 
     def share(weight: Array, scale: Array | None, g: Operand) -> Array:
-        return gemm.product_transposed(g, recompute_weight(weight, scale, dtype, mode), dtype)
+        if scale is None or mode.format is None:
+            w = Operand(weight.astype(dtype), None, None)
+        else:
+            w = gemm.scaled(weight, scale, mode.format, "straight", mode.implementation)
+        return gemm.product_transposed(g, w, dtype)
 
+    shares = map(share, layers.weights, scales, gradients)
     # XLA fuses the sum into the GEMM on its left-hand side.
-    return functools.reduce(lambda sum_, new: new + sum_, map(share, weights, scales, gradients))
+    return functools.reduce(lambda sum_, new: new + sum_, shares)
 
 
 def bounded_input_gradient(
-    weight: Float[Array, "K N"], scale: Array | None, dy: Float[Array, "*rows N"], mode: Mode
+    layers: Layers, scale: Array | None, dy: Float[Array, "*rows N"], mode: Mode
 ) -> tuple[Operand, Float[Array, "*rows K"], Float[Array, "*rows"] | None]:
     """Returns dy as an operand, dy w^T, and bounds of its rows for the fused kernels; else None.
 
@@ -199,28 +199,40 @@ def bounded_input_gradient(
     bounds = mode.fused_block is not None and mode.precision.backward == E5M2
     if scale is None or mode.format is None or not bounds:
         g = gradient_operand(dy, mode)
-        return g, input_gradient((weight,), (scale,), (g,), dy.dtype, mode), None
+        return g, input_gradient(layers, (scale,), (g,), dy.dtype, mode), None
     dtype, how = mode.precision.backward, mode.implementation
     g_scale = gemm.tensor_scale(gemm.largest_magnitude(dy), dtype)
     stream = mode.stream("gradients")
     g = gemm.scaled(dy, g_scale, dtype, "both", how, stream=stream, lengths=True)
-    w = gemm.scaled(weight, scale, mode.format, "straight", how, lengths=True)
+    w = gemm.scaled(layers.weights[0], scale, mode.format, "straight", how, lengths=True)
     return g, gemm.product_transposed(g, w, dy.dtype), gemm.bound_of_product_transposed(g, w)
 
 
-def weight_gradients(n: Operand, weights: Weights, gradients: Sequence[Operand]) -> Weights:
-    """The gradients of the weights, each in its weight's dtype."""
-    return tuple(
-        gemm.outer_product(n, g, weight.dtype) for weight, g in zip(weights, gradients, strict=True)
+def parameter_gradients(
+    n: Operand,
+    layers: Layers,
+    operands: Sequence[Operand],
+    gradients: Callable[[], Sequence[Float[Array, "*rows N"]]],
+) -> Layers:
+    """The gradients of weights and biases, in the dtypes of these.
+
+    Args:
+        n: the input of the layers.
+        layers: the parameters.
+        operands: the gradients of the layers' outputs.
+        gradients: a function that returns the same as arrays; called only if there is a bias.
+    """
+    weights = tuple(
+        gemm.outer_product(n, g, weight.dtype)
+        for weight, g in zip(layers.weights, operands, strict=True)
     )
-
-
-def bias_gradients(biases: Biases, gradients: Sequence[Float[Array, "*rows N"]]) -> Biases:
-    """The gradients of the biases; None for a layer without one."""
-    return tuple(
+    if all(bias is None for bias in layers.biases):
+        return Layers(weights, layers.biases)
+    biases = tuple(
         None if bias is None else _sum_of_rows(dy).astype(bias.dtype)
-        for bias, dy in zip(biases, gradients, strict=True)
+        for bias, dy in zip(layers.biases, gradients(), strict=True)
     )
+    return Layers(weights, biases)
 
 
 def _sum_of_rows(dy: Float[Array, "*rows N"]) -> Float[Array, " N"]:
@@ -228,22 +240,26 @@ def _sum_of_rows(dy: Float[Array, "*rows N"]) -> Float[Array, " N"]:
 
 
 def as_layers(
-    weights: Array | Sequence[Array], biases: Array | Sequence[Array | None] | None
-) -> tuple[Weights, Biases]:
-    """One weight and bias, or several, as tuples of equal length."""
+    name: str,
+    columns: int,
+    weights: Array | Sequence[Array],
+    biases: Array | Sequence[Array | None] | None,
+) -> Layers:
+    """One layer or several, checked: each weight is [columns, N] and each bias [N]."""
     if not isinstance(weights, Sequence):
         if isinstance(biases, Sequence):
             raise ValueError(
                 f"One weight came with a {type(biases).__name__} of {len(biases)} biases. Give one "
                 "bias, or put the weight into a list, too."
             )
-        return (weights,), (biases,)
+        weights, biases = (weights,), (biases,)
     if biases is None:
-        return tuple(weights), (None,) * len(weights)
+        biases = (None,) * len(weights)
     if not isinstance(biases, Sequence) or len(biases) != len(weights):
         given = len(biases) if isinstance(biases, Sequence) else 1
         raise ValueError(
             f"{len(weights)} weights came with {given} biases. Give one per weight, None for a "
             "layer without one."
         )
-    return tuple(weights), tuple(biases)
+    require_layers(name, columns, weights, biases)
+    return Layers(tuple(weights), tuple(biases))
