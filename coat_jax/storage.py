@@ -178,7 +178,10 @@ class Storage:
         for_m = for_v = None
         if self.stochastic:
             for_v, for_m = noise.uniform_pair(key, v.shape, run=self.group_size)
-        nu = self._write_second(v, for_v)
+        if self.second == LOGARITHM:
+            nu = logarithms.encode(v, group_size=self.group_size, noise=for_v)
+        else:
+            nu = expansion.encode(v, self.second, group_size=self.group_size, noise=for_v)
         if self.first == DIRECTION:
             m = m / self._root(v, nu)
         return self._write_first(m, for_m, b1, b2), nu
@@ -196,11 +199,6 @@ class Storage:
         """sqrt(v), with at least the smallest number that the groups of `nu` can hold."""
         smallest = jnp.maximum(self.smallest_second(nu), SMALLEST_NORMAL)
         return jnp.sqrt(jnp.maximum(v, smallest))
-
-    def _write_second(self, v: Float[Array, "..."], for_v: Float[Array, "..."] | None) -> Expanded:
-        if self.second == LOGARITHM:
-            return logarithms.encode(v, group_size=self.group_size, noise=for_v)
-        return expansion.encode(v, self.second, group_size=self.group_size, noise=for_v)
 
     def _write_first(
         self,

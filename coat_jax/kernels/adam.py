@@ -109,7 +109,10 @@ def adam_reference(
     if leaf.param is None:
         result = direction.astype(leaf.grad.dtype if dtype is None else dtype)
     else:
-        param = _param_in_full(leaf.param, leaf.correction)
+        # In FP32; FP64 stays FP64, because a step of zero must not change it.
+        param = leaf.param.astype(np.promote_types(leaf.param.dtype, np.float32))
+        if leaf.correction is not None:
+            param = corrections.join(leaf.param, leaf.correction)
         if decayed:
             direction = direction + hyper.weight_decay * param
         # A schedule may be in FP64.
@@ -131,13 +134,6 @@ def adam_reference(
     old = result if leaf.param is None else leaf.param
     before = LeafResult(old, leaf.mu, leaf.nu, leaf.correction)
     return jax.tree.map(lambda old, new: jnp.where(hyper.skip, old, new), before, stepped)
-
-
-def _param_in_full(param: Float[Array, "..."], correction: Array | None) -> Float[Array, "..."]:
-    """A parameter in FP32; FP64 stays FP64, because a step of zero must not change it."""
-    if correction is not None:
-        return corrections.join(param, correction)
-    return param.astype(np.promote_types(param.dtype, np.float32))
 
 
 def adam_update(

@@ -241,6 +241,8 @@ def _step_together(
     def on_shards(
         shared: Sequence[Array], local: Sequence[Sequence[Array]], shards: Sequence[LeafShard]
     ) -> list[list[Array]]:
+        from coat_jax.kernels.triton.adam import STEPS
+
         numbers, keys, table = shared
         layout, programs, constants_of_leaves = layout_of(shards, table, group_size)
         aliases = {}
@@ -250,7 +252,7 @@ def _step_together(
                 aliases[first_in] = first_out
             aliases |= {first_in + k: first_out + k - 1 for k in range(2, inputs_per_leaf)}
         results = launch(
-            _kernel(corrected=corrected, alone=len(local) == 1),
+            STEPS[corrected, len(local) == 1],
             numbers,
             keys,
             layout,
@@ -275,17 +277,3 @@ def _step_together(
 
     stepped = run_sharded_leaves(on_shards, [numbers, keys, table], arrays, group_size=group_size)
     return [LeafResult(r[0], Expanded(*r[1:4]), Expanded(*r[4:7]), *r[7:]) for r in stepped]
-
-
-def _kernel(*, corrected: bool, alone: bool) -> Any:
-    """The kernel for one leaf, or for BUCKET of them."""
-    if corrected:
-        from coat_jax.kernels.triton.adam_corrected import (
-            step_corrected_bucket,
-            step_corrected_leaf,
-        )
-
-        return step_corrected_leaf if alone else step_corrected_bucket
-    from coat_jax.kernels.triton.adam import step_bucket, step_leaf
-
-    return step_leaf if alone else step_bucket

@@ -98,7 +98,8 @@ def cast(
     )
     of_rows = None
     if lengths:
-        of_rows = jnp.sqrt(jnp.sum(results[-1], axis=-1)).reshape(rows_shape) * scale
+        squares = results[-1].reshape(*rows_shape, results[-1].shape[-1])
+        of_rows = jnp.sqrt(jnp.sum(squares, axis=-1)) * scale
     return (
         results[0].reshape(*rows_shape, width) if straight else None,
         results[straight].reshape(width, *rows_shape) if transposed else None,

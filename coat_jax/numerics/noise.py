@@ -80,15 +80,10 @@ def distinguish(key: UInt32[Array, ""], *arrays: Array) -> UInt32[Array, ""]:
     so is the key, and replicas stay equal. `shard_map(check_vma=False)` does not track what is the
     same, so there all shards get one key; if they should differ, give each its own seed.
     """
-    key = _of_shard(key, varying_axes(*arrays))
+    if axes := varying_axes(*arrays):
+        key = mix(key + jax.lax.axis_index(axes).astype(jnp.uint32) * np.uint32(GOLDEN))
     # A random number has no gradient.
     return _of_element(key, [jax.lax.stop_gradient(a) for a in arrays])
-
-
-def _of_shard(key: UInt32[Array, ""], axes: tuple[str, ...]) -> UInt32[Array, ""]:
-    if not axes:
-        return key
-    return mix(key + jax.lax.axis_index(axes).astype(jnp.uint32) * np.uint32(GOLDEN))
 
 
 @jax.custom_batching.custom_vmap
