@@ -146,7 +146,6 @@ class _Run:
         step, state, extra = self.checkpoints.restore(self.setup.abstract)
         resume = resume_state.from_json(step, extra)
         self.data.restore(dict(resume.data))
-        self.checkpoints.prune()
         say(f"Resumes after step {step:,} of {total_steps:,}.")
         if step == total_steps:
             say("The run is complete. To train it further, raise --total_steps.")
