@@ -64,7 +64,7 @@ INSIDE = {
         ("families",),
         ("config",),
         ("fields",),
-        ("cluster", "config_files", "overrides", "resume_rules", "schedule", "stages"),
+        ("cluster", "config_files", "overrides", "resume_rules"),
         ("checkpoint", "compiler_options", "optimizer"),
         ("step",),
         ("held_out", "report"),

@@ -87,11 +87,12 @@ def _train(config: TrainConfig) -> int:
     from coat_jax.files import expand_user
     from coat_jax.training.checkpoint.step_folders import StepFolders
     from coat_jax.training.checkpoint.weights import CHECKPOINTS
-    from coat_jax.training.cluster import communication, distributed
+    from coat_jax.training.cluster import distributed
+    from coat_jax.training.compiler_options import use_one_queue
     from coat_jax.training.loop import train
 
     with ignore_closed_output():
-        communication.use_one_queue(offload=config.optimizer.offload)
+        use_one_queue(offload=config.optimizer.offload)
         distributed.start()
         console = Console(quiet=not multihost.is_main())
         try:

@@ -4,7 +4,7 @@
     params, moments = optimizer.step(params, grads, moments, grad_scale=clip, skip=not finite)
 
 All optimizers update parameters and moments in place if these are donated, and change nothing if
-`skip` is true. With `release_gradients`, the state is a `stages.ReleaseState`.
+`skip` is true.
 """
 
 import dataclasses
@@ -13,25 +13,24 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int
 
 from coat_jax.errors import UserError
 from coat_jax.numerics.formats import E4M3
 from coat_jax.optax import InPlaceOptimizer, fused_fp8_adamw, in_host_memory, in_place
 from coat_jax.storage import PAPER, Storage
-from coat_jax.training.config import TrainConfig
+from coat_jax.training.config import OptimizerConfig, TrainConfig
 from coat_jax.training.config.optimizer import function_name, is_transformation
-from coat_jax.training.schedule import learning_rate
-from coat_jax.training.stages import with_gradient_norm
 from coat_jax.validation import brief
 
 
 def make_optimizer(config: TrainConfig) -> InPlaceOptimizer:
     """Returns the optimizer that the config names."""
     optimizer = _on_device(config)
-    if config.optimizer.offload:
-        optimizer = in_host_memory(optimizer)
-    return with_gradient_norm(optimizer) if config.optimizer.release_gradients else optimizer
+    return in_host_memory(optimizer) if config.optimizer.offload else optimizer
 
 
 def _on_device(config: TrainConfig) -> InPlaceOptimizer:
@@ -92,6 +91,26 @@ def require_no_extra_args(optimizer: InPlaceOptimizer, params: Any, moments: Any
             "gradients, state and parameters only. Choose another transformation, or write the "
             "training loop yourself and pass them to the step of coat.optax.in_place."
         ) from error
+
+
+def learning_rate(
+    config: OptimizerConfig, total_steps: int, count: Int[ArrayLike, ""]
+) -> Float[Array, ""]:
+    """Returns the learning rate of the update after `count` others: 0 to total_steps - 1.
+
+    It rises linearly for `warmup_steps`, and then follows the schedule down to `final_ratio` of the
+    highest rate: half a cosine, a straight line, or for "wsd" a straight line in the last
+    `decay_steps`.
+    """
+    done = jnp.asarray(count, jnp.float32)
+    rising, at_end = config.phases(total_steps)
+    stable = total_steps - at_end if config.schedule == "wsd" else rising
+    # The fraction of the decay that is done; one step after the last it would be 1.
+    progress = jnp.clip((done - stable) / max(total_steps - stable, 1), 0.0, 1.0)
+    shapes = {"cosine": (1 + jnp.cos(jnp.pi * progress)) / 2, "constant": jnp.ones([])}
+    factor = shapes.get(config.schedule, 1 - progress)
+    falling = config.final_ratio + (1 - config.final_ratio) * factor
+    return config.learning_rate * jnp.where(done < rising, (done + 1) / max(rising, 1), falling)
 
 
 def storage_of(config: TrainConfig) -> Storage:

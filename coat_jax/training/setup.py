@@ -87,7 +87,8 @@ class TrainSetup(NamedTuple):
             moments = init(split_trained(config, params)[0])
         # Two arrays, because both are donated.
         step, skipped = (jax.device_put(jnp.int32(0), shardings.step) for _ in range(2))
-        return State(step, params, moments, skipped)
+        norm = jax.tree.map(partial(jax.device_put, jnp.float32(jnp.nan)), shardings.gradient_norm)
+        return State(step, params, moments, skipped, norm)
 
     def _shardings(self) -> Any:
         return jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
@@ -116,8 +117,10 @@ def prepare(
         )
         if config.optimizer.transformation is not None:
             require_no_extra_args(optimizer, trained, moments)
-    count: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere(mesh))
-    return TrainSetup(config, mesh, optimizer, graph, State(count, params, moments, count))
+    scalar: Any = partial(jax.ShapeDtypeStruct, (), sharding=everywhere(mesh))
+    norm = scalar(jnp.float32) if config.optimizer.release_gradients else ()
+    state = State(scalar(jnp.int32), params, moments, scalar(jnp.int32), norm)
+    return TrainSetup(config, mesh, optimizer, graph, state)
 
 
 def _require_frozen(config: TrainConfig, params: Any, trained: Any) -> None:

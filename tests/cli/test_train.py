@@ -12,7 +12,7 @@ from coat_jax import cli, nvidia, writing
 from coat_jax.cli.train import STOPPED
 from coat_jax.errors import UserError
 from coat_jax.training import loop
-from coat_jax.training.cluster.communication import QUEUES
+from coat_jax.training.compiler_options import QUEUES
 from coat_jax.training.config_files import SHIPPED, load_config
 from coat_jax.training.report.recorder import Diverged
 

@@ -31,8 +31,7 @@ from coat_jax.training.families import family_of, hf_of
 
 CONFIG, CHECKPOINTS = "config.json", "checkpoints"
 PARAMETERS, VALUE = ("params",), "value"  # the first parts and the last of the arrays' names
-# Where a state has corrections, see `CorrectedState`; the second with released gradients.
-CORRECTIONS = ("moments", "corrections"), ("moments", "inner", "corrections")
+CORRECTIONS = ("moments", "corrections")  # see `CorrectedState`
 
 
 # --- Configs ---------------------------------------------------------------------------------
@@ -166,7 +165,7 @@ def parameters_of(
     leaves = flatten_dict(metadata.tree)
     # Orbax sorts the numbers of layers as text.
     for keys in sorted(leaves, key=lambda keys: [int(k) if k.isdecimal() else -1 for k in keys]):
-        for above in (PARAMETERS, *CORRECTIONS):
+        for above in (PARAMETERS, CORRECTIONS):
             if keys[: len(above)] == above and keys[-1] == VALUE:
                 name = tuple(int(k) if k.isdecimal() else k for k in keys[len(above) : -1])
                 found = parameters if above == PARAMETERS else corrections
