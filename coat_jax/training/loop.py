@@ -19,8 +19,7 @@ from coat_jax.printable import printable
 from coat_jax.training import resume_rules
 from coat_jax.training.checkpoint import Checkpoints, resume_state
 from coat_jax.training.checkpoint.resume_state import ResumeState
-from coat_jax.training.cluster.batches import open_data, place
-from coat_jax.training.cluster.mesh import batch_parts, make_mesh, require_fitting
+from coat_jax.training.cluster.mesh import batch_parts, make_mesh, open_data, place, require_fitting
 from coat_jax.training.cluster.stop import Stop
 from coat_jax.training.compilation_cache import use_cache
 from coat_jax.training.config import TrainConfig

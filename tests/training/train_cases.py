@@ -11,8 +11,7 @@ import numpy as np
 import quick
 from small_model import SMALL as MODEL
 
-from coat_jax.training.cluster.batches import place
-from coat_jax.training.cluster.mesh import everywhere, make_mesh, require_fitting
+from coat_jax.training.cluster.mesh import everywhere, make_mesh, place, require_fitting
 from coat_jax.training.config import (
     CheckpointConfig,
     EvaluationConfig,

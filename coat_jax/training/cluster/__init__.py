@@ -2,6 +2,5 @@
 
 distributed      processes find each other
 stop             signals after which all processes stop, at the same step
-mesh             devices as axes data, fsdp and tensor, and the sharding of arrays over them
-batches          from each process's rows to one array over the mesh
+mesh             devices as axes data, fsdp and tensor; shardings, and batches
 """

@@ -28,6 +28,14 @@ from coat_jax.errors import UserError
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
 COUNT, INDEX = "JAX_PROCESS_COUNT", "JAX_PROCESS_ID"
 DEVICES = "JAX_LOCAL_DEVICE_IDS"
+# By JAX's names: the number of processes and that of this one; of those on this node, or of nodes;
+# and the rank on the node. Of SLURM they are there within srun only, not in its batch script.
+# mpirun starts its daemons with srun, so it comes first.
+LAUNCHERS = {
+    "deactivate": (COUNT, INDEX),
+    "ompi": tuple(f"OMPI_COMM_WORLD_{n}" for n in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")),
+    "slurm": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NUM_NODES", "SLURM_LOCALID"),
+}
 
 
 class ProcessPlace(NamedTuple):
@@ -80,45 +88,32 @@ def find_place(variables: Mapping[str, str]) -> ProcessPlace | None:
     Raises:
         UserError: if some are missing.
     """
-
-    def number(name: str) -> int:
-        text = variables.get(name, "")
-        if not text.isdecimal():
+    coordinator = variables.get(ADDRESS)
+    launcher = next((name for name, names in LAUNCHERS.items() if names[0] in variables), None)
+    if launcher is None:
+        if coordinator or INDEX in variables:
+            raise UserError(f"Set {ADDRESS}, {COUNT} and {INDEX} together, or none of them.")
+        return None
+    for name in LAUNCHERS[launcher]:
+        if not (text := variables.get(name, "")).isdecimal():
             raise UserError(
                 f"{name} is {text!r}, not a whole number: set it, if the launcher does not."
             )
-        return int(text)
-
-    coordinator, rank = variables.get(ADDRESS), None
-    knows_host = False  # whether JAX can ask the launcher for the host of process 0
-    if COUNT in variables or INDEX in variables:
-        launcher, processes, process = "deactivate", number(COUNT), number(INDEX)
-    elif "OMPI_COMM_WORLD_SIZE" in variables:
-        launcher = "ompi"
-        processes, process = number("OMPI_COMM_WORLD_SIZE"), number("OMPI_COMM_WORLD_RANK")
-        if number("OMPI_COMM_WORLD_LOCAL_SIZE") > 1:
-            rank = number("OMPI_COMM_WORLD_LOCAL_RANK")
-        knows_host = "OMPI_MCA_orte_hnp_uri" in variables  # of Open MPI 4; 5 has none
-    elif "SLURM_STEP_NUM_TASKS" in variables:  # within srun; a batch script alone has no step
-        launcher, knows_host = "slurm", True
-        processes, process = number("SLURM_STEP_NUM_TASKS"), number("SLURM_PROCID")
-        if processes > number("SLURM_STEP_NUM_NODES"):
-            rank = number("SLURM_LOCALID")
-    elif coordinator:
-        raise UserError(f"{ADDRESS} is set, but not {COUNT} and {INDEX}: set all three, or none.")
-    else:
-        return None
+    processes, process, *node = (int(variables[name]) for name in LAUNCHERS[launcher])
     if process >= processes:
         raise UserError(
             f"The last of {processes} processes is number {processes - 1}, not {process}."
         )
-    if not coordinator and processes > 1 and not knows_host:
+    # Whether JAX can ask the launcher for the host of process 0: Open MPI 5 does not know it.
+    known = launcher == "slurm" or (launcher == "ompi" and "OMPI_MCA_orte_hnp_uri" in variables)
+    if coordinator and not coordinator.rpartition(":")[2].isdecimal():
+        raise UserError(f"{ADDRESS}={coordinator!r} has no port: write HOST:PORT.")
+    if processes > 1 and not coordinator and not known:
         raise UserError(
             f"{processes} processes, but no {ADDRESS}: set it to HOST:PORT of process 0."
         )
-    if coordinator and not coordinator.rpartition(":")[2].isdecimal():
-        raise UserError(f"{ADDRESS}={coordinator!r} has no port: write HOST:PORT.")
-    return ProcessPlace(launcher, coordinator, processes, process, rank)
+    shared = node and (node[0] > 1 if launcher == "ompi" else processes > node[0])
+    return ProcessPlace(launcher, coordinator, processes, process, node[1] if shared else None)
 
 
 def _local_devices(place: ProcessPlace, variables: Mapping[str, str]) -> list[int] | None:

@@ -76,7 +76,8 @@ class TrainConfig:
         metrics: more quantities to log, by name: functions of a `step.FinishedStep`, which has
             parameters, gradients and moments; only in a config file.
         writers: where metrics are written besides metrics.jsonl: "tensorboard", "wandb".
-        cache: the folder of JAX's compilation cache; None for none.
+        cache: the folder of JAX's compilation cache, unless JAX_COMPILATION_CACHE_DIR names
+            another; None for none.
     """
 
     model: ModelConfig

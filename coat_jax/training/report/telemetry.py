@@ -37,8 +37,7 @@ from coat_jax.telemetry.moments import (
     stored_leaves,
 )
 from coat_jax.telemetry.tensors import report, sums_and_gradients
-from coat_jax.training.cluster.batches import abstract_batch
-from coat_jax.training.cluster.mesh import everywhere
+from coat_jax.training.cluster.mesh import abstract_batch, everywhere
 from coat_jax.training.compiler_options import compiler_options
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.optimizer import storage_of

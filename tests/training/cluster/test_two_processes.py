@@ -10,7 +10,7 @@ from forks import Fork
 from processes import SECONDS, begin_all, outputs
 from train_cases import mesh_of, small
 
-from coat_jax.training.cluster.batches import open_data, place
+from coat_jax.training.cluster.mesh import open_data, place
 from coat_jax.training.setup import prepare
 
 # Optax's AdamW, because it is traced sooner.
