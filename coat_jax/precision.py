@@ -19,17 +19,17 @@ any device, and memory and time are not those of FP8.
 """
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Any, Literal
 
 from jax.typing import DTypeLike
 
 from coat_jax.errors import UserError
 from coat_jax.numerics.formats import DTYPES, E4M3, E5M2, format_of, named_format
 from coat_jax.numerics.minifloat import MOST_MANTISSA_BITS, Minifloat, names_of_simulated
-from coat_jax.validation import Among, brief, dtype_of, require_fields
+from coat_jax.validation import brief, dtype_of, require_fields
 
 LEAST_MAX = 2.0**-16  # the largest value of a simulated format must be greater
-Block = Annotated[int, Among((16, 32, 64, 128))]
+Block = Literal[16, 32, 64, 128]
 
 
 @dataclasses.dataclass(frozen=True)

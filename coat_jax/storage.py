@@ -38,7 +38,7 @@ as in `Storage(first="E2M5", second="UE4M4")`. XLA simulates these: codes take t
 import contextlib
 import dataclasses
 import math
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ from coat_jax.numerics.expansion import Expanded, Rounding
 from coat_jax.numerics.formats import E4M3, E5M2, SMALLEST_NORMAL, format_of, named_format
 from coat_jax.numerics.minifloat import Minifloat, names_of_simulated
 from coat_jax.numerics.qtensor import join_groups, scales_shape, split_groups
-from coat_jax.validation import Among, Between, Seed, require_fields
+from coat_jax.validation import Between, Seed, require_fields
 
 DIRECTION = integers.DTYPE  # the format of a first moment that is stored over the root of v
 LOGARITHM = logarithms.DTYPE  # the format of a second moment
@@ -61,8 +61,8 @@ MIN_DECAY = 0.75
 MIN_CHANGE = 0.049  # the least 1 - b1 with which large codes of a direction are rounded to nearest
 DIVISIBLE_BY = 8  # the devices along one axis over which a placeholder can be sharded
 MOST_SIMULATED_BITS = 7  # of a mantissa: simulated codes are in BF16
-GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)
-GroupSize = Annotated[int, Among(GROUP_SIZES)]
+GroupSize = Literal[16, 32, 64, 128, 256, 512, 1024]
+GROUP_SIZES: tuple[int, ...] = get_args(GroupSize)
 ZeroOrMore = Annotated[int, Between(least=0)]
 
 

@@ -56,20 +56,6 @@ def _number(end: float) -> str:
     return f"{end:,}" if isinstance(end, int) else f"{end:g}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Among:
-    """These numbers and no others."""
-
-    choices: tuple[int, ...]
-
-    def holds(self, value: float) -> bool:
-        """Returns whether the number is one of them."""
-        return value in self.choices
-
-    def __str__(self) -> str:
-        return f"among {', '.join(map(str, self.choices))}"
-
-
 INT32_MAX = 2**31 - 1  # tokens, their positions and counters of steps are int32
 Count = Annotated[int, Between(least=1, most=INT32_MAX)]
 CountOrZero = Annotated[int, Between(least=0, most=INT32_MAX)]

@@ -34,29 +34,19 @@ class DiskFull(NotWritten):
 def require_space(folder: Path, what: str, size: int) -> None:
     """Raises unless `size` bytes and some metadata can be written in a folder."""
     if shutil.disk_usage(folder).free < size + METADATA:
-        raise _full(folder, what, size)
+        raise _full(folder, what, size, os.strerror(errno.ENOSPC))
 
 
 @contextlib.contextmanager
 def write_failures(folder: Path, what: str, size: int | None = None) -> Iterator[None]:
     """Turns errors of writing into a NotWritten that says what was not written, and where."""
-    with full_disk(folder, what, size):
-        try:
-            yield
-        except Exception as error:
-            if _os_error(error) not in {None, *FULL}:
-                raise NotWritten(f"{what} could not be written in {folder}: {error}") from error
-            raise
-
-
-@contextlib.contextmanager
-def full_disk(folder: Path, what: str, size: int | None = None) -> Iterator[None]:
-    """Turns errors of a full disk into a DiskFull; others may come from what the block reads."""
     try:
         yield
     except Exception as error:
         if (code := _os_error(error)) in FULL:
-            raise _full(folder, what, size, code) from error
+            raise _full(folder, what, size, os.strerror(code)) from error
+        if code is not None:
+            raise NotWritten(f"{what} could not be written in {folder}: {error}") from error
         raise
 
 
@@ -68,17 +58,12 @@ def _os_error(error: Exception) -> int | None:
     return int(match[1]) if match else None
 
 
-def _full(folder: Path, what: str, size: int | None, code: int = errno.ENOSPC) -> DiskFull:
-    """The error that says which limit was reached; `code` is that of the operating system."""
+def _full(folder: Path, what: str, size: int | None, limit: str) -> DiskFull:
     needed = "" if size is None else f"it takes up to {(size + METADATA) / 1e6:,.1f} MB, and "
-    free = f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB are free"
-    reason = f"{needed}{'the quota is used up' if code == errno.EDQUOT else free}"
-    remedy = "Make room there, or raise the quota"
-    if code == errno.EFBIG:
-        reason = "a file may not be that large"
-        remedy = "Raise the limit (`ulimit -f`), or choose another folder"
     return DiskFull(
-        f"{what} does not fit in {folder}: {reason}. {remedy}; what was saved before is intact."
+        f"{what} does not fit in {folder} ({limit}): {needed}"
+        f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB are free. Make room there, or raise the "
+        "quota or `ulimit -f`; what was saved before is intact."
     )
 
 

@@ -48,8 +48,6 @@ def override(config: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
             raise UserError(f"{word!r} follows no --field: write --field value.")
     changes = {tuple(name.split(".")): _read(known[name], words) for name, words in given.items()}
     changed: TrainConfig = _change(config, changes)
-    # Also those that are given the value that they have.
-    changed.optimizer.require_used([path[1] for path in changes if path[0] == "optimizer"])
     return changed
 
 
@@ -118,7 +116,8 @@ def _read(field: Field, words: list[str]) -> Any:
     (text,), kinds = words, get_args(field.annotation) or (field.annotation,)
     if precision.Precision in kinds:
         return precision.precision_of(text)
-    named = {word: value for word, value in WORDS.items() if type(value) in kinds}
+    named = {str(choice).lower(): choice for kind in kinds for choice in get_args(kind)}
+    named |= {word: value for word, value in WORDS.items() if type(value) in kinds}
     if text.lower() in named:
         return named[text.lower()]
     with contextlib.suppress(ValueError):

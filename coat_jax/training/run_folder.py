@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from coat_jax import writing
+from coat_jax import files, writing
 from coat_jax.errors import UserError
 from coat_jax.printable import printable
 from coat_jax.training import resume_rules
@@ -108,10 +108,12 @@ class RunFolder:
         saved = weights.config_in_checkpoint(self.path)
         path = self.path / weights.CONFIG
         if saved is None and path.is_file():
-            saved = weights.object_in(path)
-            if saved is None:
-                self._note(f"{path} is damaged, and no checkpoint says what was run.")
-            elif "architectures" in saved and not weights.is_run(saved):
+            try:
+                saved = files.read_json(path)
+            except UserError as error:
+                self._note(f"{error} No checkpoint says what was run.")
+                return None
+            if "architectures" in saved and not weights.is_run(saved):
                 raise UserError(
                     f"{self.path} holds a model in Hugging Face's format, not a run: choose "
                     "another --out."

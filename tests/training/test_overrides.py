@@ -117,11 +117,6 @@ def test_bad_overrides_are_refused(line, message):
         override(SMALL, line.split())
 
 
-def test_a_setting_of_the_file_may_be_left_without_effect():
-    config = override(SMALL, ["--schedule", "wsd", "--decay_steps", "0.1", "--moments", "paper"])
-    override(config, ["--schedule", "linear", "--optimizer.name", "adamw"])
-
-
 OTHERS = {
     "optimizer.peak": "optimizer.learning_rate",
     "learning_rte": "optimizer.learning_rate",
@@ -167,17 +162,6 @@ def test_functions_are_set_in_the_file_and_named_in_what_is_printed():
     assert "some_function" in printed
     compile(printed, "printed.py", "exec")
     assert override(config, ["--learning_rate", "0.5"]).optimizer.transformation is some_function
-
-
-@pytest.mark.parametrize(
-    ("given", "name", "value"),
-    [(optax.sgd(1e-3), "learning_rate", "3e-4"), (optax.sgd, "b1", "0.9")],
-)
-def test_a_setting_without_effect_is_refused_also_at_its_default(given, name, value):
-    config = dataclasses.replace(SMALL, optimizer=given)
-    assert override(config, ["--optimizer.clip_norm", "1.0"]).optimizer.clip_norm == 1
-    with pytest.raises(UserError, match=rf"optimizer\.{name}=.* is a setting of the"):
-        override(config, [f"--{name}", value])
 
 
 def test_help_explains_every_field_with_its_value():

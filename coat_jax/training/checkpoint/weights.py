@@ -4,7 +4,6 @@ A checkpoint stores each array in chunks. One chunk at a time is in memory, so a
 than memory. Files are checked before they are read: see `coat_jax.manifest`.
 """
 
-import json
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -55,15 +54,6 @@ def read_config_json(folder: str | Path) -> dict[str, Any]:
             f"{path} has neither the `model` of a run nor the `architectures` of Hugging Face."
         )
     return config_json
-
-
-def object_in(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None if it holds nothing of that kind."""
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def config_in_checkpoint(folder: Path) -> dict[str, Any] | None:

@@ -212,6 +212,8 @@ def in_bf16(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, precision="bf16"),
-        optimizer=dataclasses.replace(config.optimizer, name="adamw", transformation=None),
+        optimizer=dataclasses.replace(
+            config.optimizer, name="adamw", moments="directions", transformation=None
+        ),
         out=f"{config.out}_bf16",
     )
