@@ -32,8 +32,7 @@ from collections.abc import Sequence
 from coat_jax.errors import UserError
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.config_files import list_shipped, load_config, source
-from coat_jax.training.fields import fields
-from coat_jax.training.overrides import explain, first_fields, override
+from coat_jax.training.overrides import FIRST, explain, fields, override
 
 STOPPED = 143
 HELP = {"--help", "-h", "--help-all"}
@@ -76,7 +75,8 @@ def _help(name: str, config: TrainConfig | None, *, all_fields: bool) -> str:
     more = (
         f"`{command} --help-all` explains all {count} fields, --print-config prints a config file."
     )
-    return "\n\n".join([usage, *manual, explain(first_fields(config)), more])
+    first = [field for field in known if field.name in FIRST]
+    return "\n\n".join([usage, *manual, explain(first), more])
 
 
 def _train(config: TrainConfig) -> int:

@@ -3,8 +3,8 @@
 Read it in this order:
 
 families                  the kinds of models that it trains
-config, fields            what a run is, and what its fields are
-config_files, overrides   configs from files and the command line
+config                    what a run is
+config_files, overrides   configs from files; their fields, and changes from the command line
 data/                     where tokens come from
 optimizer                 AdamW in 8 bits or FP32, or any optax transformation; the learning rate
 step                      the state of a run, and one step of training

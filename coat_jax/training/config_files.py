@@ -26,7 +26,7 @@ from coat_jax.files import MissingFile, expand_user, require_regular
 from coat_jax.numerics.minifloat import Minifloat
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.config.optimizer import is_optimizer
-from coat_jax.training.fields import default_of, fields, nearest_field, show
+from coat_jax.training.overrides import default_of, fields, nearest_field, show
 from coat_jax.validation import brief
 
 FUNCTION = "config"
