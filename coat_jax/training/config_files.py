@@ -12,7 +12,6 @@ import ast
 import dataclasses
 import difflib
 import inspect
-import re
 import runpy
 import sys
 import traceback
@@ -26,11 +25,10 @@ from coat_jax.files import MissingFile, expand_user, require_regular
 from coat_jax.numerics.minifloat import Minifloat
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.config.optimizer import is_optimizer
-from coat_jax.training.overrides import default_of, fields, nearest_field, show
+from coat_jax.training.overrides import default_of, show
 from coat_jax.validation import brief
 
 FUNCTION = "config"
-UNKNOWN = re.compile(r"Config\.__init__\(\) got an unexpected keyword argument '(\w+)'")
 PACKAGE = Path(__file__).parents[1]
 # In a wheel they are in the package, in a checkout beside it. There the package may have a folder
 # of this name with nothing but old bytecode.
@@ -63,10 +61,7 @@ def load_config(source: str) -> TrainConfig:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         line = f":{lines[-1]}" if lines else ""
-        unknown = UNKNOWN.search(str(error))
-        meant = unknown and nearest_field(unknown[1], [field.name for field in fields()])
-        hint = f". Did you mean {meant}?" if meant else ""
-        raise UserError(f"{file}{line}: {type(error).__name__}: {error}{hint}") from error
+        raise UserError(f"{file}{line}: {type(error).__name__}: {error}") from error
     if function not in names:
         own = [name for name, value in names.items() if inspect.isfunction(value)]
         raise UserError(

@@ -94,7 +94,7 @@ class _Run:
         run_on_main(lambda: require_installed(config.writers))
         self.data = open_data(config, mesh, "train")
         stack.callback(self.data.close)
-        self.setup = setup = prepare(config, mesh)
+        self.setup = setup = prepare(config, mesh, example=self.data.example)
         self.evaluation = Evaluation(config, setup.graph, mesh) if config.evaluation.every else None
         stack.callback(folder.release)
         for change in run_on_main(folder.claim):
@@ -109,7 +109,7 @@ class _Run:
         saved = self.checkpoints.require_like(setup.abstract)
         done = saved or 0
         run_on_main(lambda: folder.write_config(end_of_text=self.data.end_of_text))
-        self.programs = compile_steps(setup, console, example=self.data.example, done=done)
+        self.programs = compile_steps(setup, console, done=done)
         self.telemetry = None
         if config.telemetry.every and done < config.total_steps:
             self.telemetry = _compile_telemetry(setup, say, self.data.example)
@@ -213,7 +213,7 @@ def _compile_telemetry(
 ) -> Telemetry | None:
     """Returns the telemetry of a run; None if nothing of it is in 8 bits."""
     begin = time.perf_counter()
-    config, mesh, _, graph, abstract = setup
+    config, mesh, _, graph, abstract, _ = setup
     telemetry = Telemetry(config, graph, abstract, mesh, example)
     if telemetry.empty:
         say("Nothing of this run is in 8 bits: there is no telemetry.")

@@ -8,7 +8,6 @@ All optimizers update parameters and moments in place if these are donated, and 
 """
 
 import dataclasses
-import re
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from coat_jax.numerics.formats import E4M3
 from coat_jax.optax import InPlaceOptimizer, fused_fp8_adamw, in_host_memory, in_place
 from coat_jax.storage import PAPER, Storage
 from coat_jax.training.config import OptimizerConfig, TrainConfig
-from coat_jax.training.config.optimizer import function_name, is_transformation
+from coat_jax.training.config.optimizer import is_transformation
 from coat_jax.validation import brief
 
 
@@ -41,7 +40,13 @@ def _on_device(config: TrainConfig) -> InPlaceOptimizer:
         "correct_params": chosen.correct_params,
     }
     if chosen.transformation is not None:
-        tx = _transformation(chosen.transformation, schedule)
+        tx: Any = chosen.transformation
+        tx = tx if is_transformation(tx) else tx(schedule)
+        if not is_transformation(tx):
+            raise UserError(
+                f"optimizer.transformation returns {brief(tx)}, which is not an optax "
+                "transformation. Return one, as in lambda schedule: optax.lion(schedule)."
+            )
         return in_place(tx, **rounding, seed=config.seed)
     adamw: dict[str, Any] = {
         "learning_rate": schedule,
@@ -54,43 +59,6 @@ def _on_device(config: TrainConfig) -> InPlaceOptimizer:
     if chosen.name == "adamw":
         return in_place(optax.adamw(**adamw), **rounding, seed=config.seed)
     return fused_fp8_adamw(**adamw, **rounding, storage=storage_of(config))
-
-
-def _transformation(given: Any, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Returns the config's transformation, or the one that its function makes from the schedule."""
-    if is_transformation(given):
-        return given
-    try:
-        made = given(schedule)
-    except Exception as error:
-        raise UserError(
-            f"optimizer.transformation={function_name(given)} fails: {type(error).__name__}: "
-            f"{error}. It is called with the schedule of the learning rate."
-        ) from error
-    if not is_transformation(made):
-        raise UserError(
-            f"optimizer.transformation returns {brief(made)}, which is not an optax "
-            "transformation. Return one, as in lambda schedule: optax.lion(schedule)."
-        )
-    return made
-
-
-def require_no_extra_args(optimizer: InPlaceOptimizer, params: Any, moments: Any) -> None:
-    """Raises if a transformation's update needs more than gradients, state and parameters.
-
-    `optimizer` is from `make_optimizer`; parameters and moments may be shapes and dtypes.
-    """
-    try:
-        jax.eval_shape(optimizer.step, params, params, moments)
-    except TypeError as error:
-        missing = re.search(r"missing \d+ required keyword-only arguments?: (.*)", str(error))
-        if missing is None:
-            raise
-        raise UserError(
-            f"The update of optimizer.transformation needs {missing[1]}, and the trainer passes "
-            "gradients, state and parameters only. Choose another transformation, or write the "
-            "training loop yourself and pass them to the step of coat.optax.in_place."
-        ) from error
 
 
 def learning_rate(

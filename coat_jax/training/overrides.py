@@ -15,7 +15,7 @@ import inspect
 import re
 import textwrap
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, get_args, get_origin
 
 import jax.numpy as jnp
@@ -150,13 +150,6 @@ def _sentences(kind: Any) -> dict[str, str]:
     return found
 
 
-def nearest_field(name: str, known: Iterable[str]) -> str | None:
-    """Returns the path that an unknown name means, by another trainer's name or by spelling."""
-    meant = SYNONYM_OF | {path.rpartition(".")[2]: path for path in known}
-    near = difflib.get_close_matches(name.rpartition(".")[2], meant, n=1)
-    return meant[near[0]] if near else None
-
-
 def show(value: Any) -> str:
     """Returns a value in the form that the command line takes."""
     if value is None or isinstance(value, str | int | float):
@@ -194,8 +187,9 @@ def _find(option: str, known: Mapping[str, Field]) -> Field:
     leaves = [field for field in ending if not field.group]
     found = [known[name]] if name in known else leaves or ending
     if not found:
-        near = nearest_field(name, known)
-        hint = f" Did you mean --{near}?" if near else ""
+        paths = SYNONYM_OF | {path.rpartition(".")[2]: path for path in known}
+        near = difflib.get_close_matches(name.rpartition(".")[2], paths, n=1)
+        hint = f" Did you mean --{paths[near[0]]}?" if near else ""
         raise UserError(f"There is no field {brief(name)}.{hint} --help-all lists them all.")
     if len(found) > 1:
         names = ", ".join(f"--{field.name}" for field in found)

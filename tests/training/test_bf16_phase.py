@@ -32,7 +32,7 @@ def compiled(monkeypatch):
     """The configs that are compiled; a config stands in for its program."""
     configs = []
 
-    def compile_(setup, console, what, example):
+    def compile_(setup, console, what):
         configs.append(setup.config)
         return setup.config
 

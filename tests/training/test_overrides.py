@@ -213,6 +213,7 @@ def test_a_file_may_have_several_configs(tmp_path):
         ("def config():\n    raise SystemExit(3)\n", "some.py:2: SystemExit: 3"),
         ("def config(:\n", "some.py.*SyntaxError"),
         ("import nothing_there\n", "some.py:1: ModuleNotFoundError"),
+        (MAKES.replace("small()", "small(steps=3)"), "some.py:4: TypeError: .*argument 'steps'"),
     ],
 )
 def test_a_file_that_makes_no_config_is_refused(tmp_path, text, message):
@@ -220,20 +221,3 @@ def test_a_file_that_makes_no_config_is_refused(tmp_path, text, message):
         load_config(write(tmp_path, text))
     with pytest.raises(FileNotFoundError, match=r"There is no config file 'missing\.py'"):
         load_config("missing.py")
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ("TrainConfig(steps=3)", r"some.py:7: TypeError: .*\. Did you mean total_steps\?$"),
-        ("OptimizerConfig(learning_rat=3.0)", r"Did you mean optimizer\.learning_rate\?$"),
-        ("TrainConfig(learning_rate=1e-3)", r"Did you mean optimizer\.learning_rate\?$"),
-        ("TrainConfig(width=64)", r"Did you mean model\.width\?$"),
-        ("TrainConfig(qqq=64)", "'qqq'$"),
-    ],
-)
-def test_an_unknown_argument_in_a_config_suggests_the_closest_field(tmp_path, call, message):
-    imports = "from coat_jax import models\nfrom coat_jax.training.config import *\n"
-    text = f"{imports}\n\n\ndef config():\n    return {call}\n"
-    with pytest.raises(UserError, match=message):
-        load_config(write(tmp_path, text))

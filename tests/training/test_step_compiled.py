@@ -206,7 +206,7 @@ def test_telemetry_runs_the_kernels_of_the_step_in_no_more_memory(monkeypatch):
     config = dataclasses.replace(config, telemetry=TelemetryConfig(every=100))
     mesh = hopper_mesh((4, 1, 1), NAMES)
     monkeypatch.setattr(telemetry, "compiler_options", lambda config, mesh: OPTIONS)
-    _, _, _, graph, state = prepare(config, mesh)
+    _, _, _, graph, state, _ = prepare(config, mesh)
     watching = telemetry.Telemetry(config, graph, state, mesh)
     program = watching._collect
     # Of a layer: norms, activation, rotation and casts, forward and backward.

@@ -8,8 +8,8 @@ Renaming is atomic, so a process may be killed at any moment. What it leaves beh
 removed when the next folder is begun, not before: a process that only reads the checkpoints of a
 running run must not remove what the run is writing.
 
-Everything else in `root` is ignored: files, empty folders, and names that are not a step as Python
-writes it (007). A link to a folder is a step; removing it removes the link.
+Everything else in `root` is ignored: files, and names that are not a step as Python writes it
+(007). A link to a folder is a step; removing it removes the link.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ class StepFolders:
     def steps(self) -> list[int]:
         """The steps whose folders were finished, oldest first."""
         paths = self.root.iterdir() if self.root.exists() else ()
-        return sorted(int(p.name) for p in paths if _is_step(p.name) and _holds_something(p))
+        return sorted(int(path.name) for path in paths if _is_step(path.name) and path.is_dir())
 
     def folder(self, step: int) -> Path:
         """The folder of a step; raises if there is none."""
@@ -133,13 +133,6 @@ class StepFolders:
 
 def _is_step(name: str) -> bool:
     return name.isascii() and name.isdecimal() and str(int(name)) == name
-
-
-def _holds_something(folder: Path) -> bool:
-    try:
-        return folder.is_dir() and any(folder.iterdir())
-    except OSError:  # removed meanwhile, or unreadable: then checking it reports what is wrong
-        return folder.exists()
 
 
 def _delete(path: Path) -> None:
