@@ -102,28 +102,29 @@ def replace(path: Path, content: str | bytes) -> None:
 
 
 def require_new_folder(out: Path, command: str) -> None:
-    """Raises if `atomic_folder` would: the folder exists, complete or not, or has no name."""
+    """Raises if `atomic_folder` would: the folder exists, complete or not, or has no name.
+
+    `command` writes it, for errors.
+    """
     if out.name in ("", ".", ".."):
         raise UserError(f"{out} does not end in the name of a new folder: add one.")
     if out.exists() or out.is_symlink():
         raise UserError(f"{out} exists already: choose another folder, or remove it.")
     if _unfinished(out).exists():
-        raise _taken(out, command)
+        raise UserError(
+            f"{_unfinished(out)} exists: another `{command}` is writing it, or was killed. Remove "
+            "it if none is running."
+        )
 
 
 @contextlib.contextmanager
-def atomic_folder(out: Path, command: str) -> Iterator[Path]:
+def atomic_folder(out: Path) -> Iterator[Path]:
     """A folder to write in. It is renamed to `out` at the end, and removed after an error.
 
-    Args:
-        out: a path that `require_new_folder` has accepted.
-        command: the command that writes it, for errors.
+    `require_new_folder` has accepted its path.
     """
     unfinished = _unfinished(out)
-    try:
-        unfinished.mkdir(parents=True)
-    except FileExistsError:  # since `require_new_folder`
-        raise _taken(out, command) from None
+    unfinished.mkdir(parents=True)
     try:
         yield unfinished
         # Otherwise a power failure could leave the name without the content.
@@ -137,10 +138,3 @@ def atomic_folder(out: Path, command: str) -> Iterator[Path]:
 
 def _unfinished(path: Path) -> Path:
     return path.with_name(path.name + UNFINISHED)
-
-
-def _taken(out: Path, command: str) -> UserError:
-    return UserError(
-        f"{_unfinished(out)} exists: another `{command}` is writing it, or was killed. Remove it "
-        "if none is running."
-    )

@@ -34,7 +34,7 @@ def test_all_is_on_the_disk_before_a_folder_has_its_name(out, monkeypatch):
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", record)
-    with atomic_folder(out, COMMAND) as folder:
+    with atomic_folder(out) as folder:
         (folder / "inner").mkdir()
         (folder / "inner" / "weights").write_bytes(b"1")
         (folder / "config.json").write_bytes(b"{}")
@@ -45,7 +45,7 @@ def test_all_is_on_the_disk_before_a_folder_has_its_name(out, monkeypatch):
 
 def test_a_folder_that_is_not_finished_never_has_its_name(out):
     def interrupted():
-        with atomic_folder(out, COMMAND) as folder:
+        with atomic_folder(out) as folder:
             (folder / "config.json").write_bytes(b"{}")
             raise KeyboardInterrupt
 
@@ -88,11 +88,11 @@ def test_a_file_that_cannot_be_replaced_stays_as_it_is(tmp_path, monkeypatch):
 
 
 def test_of_two_that_write_a_folder_at_once_one_is_refused(out):
-    for _ in range(2):
-        require_new_folder(out, COMMAND)
-    refusal = pytest.raises(UserError, match=f"another `{COMMAND}` is writing it")
-    with atomic_folder(out, COMMAND) as folder:
-        with refusal, atomic_folder(out, COMMAND):
+    require_new_folder(out, COMMAND)
+    with atomic_folder(out) as folder:
+        with pytest.raises(UserError, match=f"another `{COMMAND}` is writing it"):
+            require_new_folder(out, COMMAND)
+        with pytest.raises(FileExistsError), atomic_folder(out):
             pass
         (folder / "file").write_text("mine")
     assert (out / "file").read_text() == "mine"

@@ -97,7 +97,7 @@ def convert(
         "progress": functools.partial(progress, total),
     }
     failures = write_failures(new.parent, "The model", total)
-    with atomic_folder(new, COMMAND) as folder, failures:
+    with atomic_folder(new) as folder, failures:
         if balance_on:
             parameters = _balance(config, parameters, balance_on)
         schemes = {}

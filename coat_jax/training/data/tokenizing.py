@@ -192,7 +192,7 @@ def write(
         "files": [],  # the number of tokens in each
     }
     parts = encode_files(paths, tokenizer)
-    with write_failures(out.parent, out.name), atomic_folder(out, COMMAND) as folder:
+    with write_failures(out.parent, out.name), atomic_folder(out) as folder:
         for first in parts:
             tokens = 0
             with (folder / f"{len(notes['files']):05}.npy").open("wb") as file:
