@@ -1,7 +1,7 @@
 """Config files: those that come with the package, and those of a user.
 
     config = load_config("llama_tiny")            config() of a config that comes with the package
-    config = load_config("llama_tiny:bf16")       bf16() of the same file
+    config = load_config("llama_tiny:bf16")       the same in BF16, or bf16() if the file has it
     config = load_config("my/run.py")             config() of any Python file
     text = source(config)                         a Python file that makes this config
 
@@ -23,12 +23,12 @@ from coat_jax import precision
 from coat_jax.errors import UserError
 from coat_jax.files import MissingFile, expand_user, require_regular
 from coat_jax.numerics.minifloat import Minifloat
-from coat_jax.training.config import TrainConfig
+from coat_jax.training.config import TrainConfig, in_bf16
 from coat_jax.training.config.optimizer import is_optimizer
 from coat_jax.training.overrides import default_of, show
 from coat_jax.validation import brief
 
-FUNCTION = "config"
+FUNCTION, BF16 = "config", "bf16"
 PACKAGE = Path(__file__).parents[1]
 # In a wheel they are in the package, in a checkout beside it. There the package may have a folder
 # of this name with nothing but old bytecode.
@@ -56,6 +56,8 @@ def load_config(source: str) -> TrainConfig:
     require_regular(path, "config file")
     try:
         names = runpy.run_path(str(path))
+        if function == BF16 and function not in names and FUNCTION in names:
+            names[BF16] = lambda: in_bf16(names[FUNCTION]())
         config = names[function]() if function in names else None
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
