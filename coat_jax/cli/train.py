@@ -35,6 +35,7 @@ from coat_jax.training.config_files import list_shipped, load_config, source
 from coat_jax.training.overrides import FIRST, explain, fields, override
 
 STOPPED = 143
+EXAMPLE = "llama_tiny"  # whose values the help shows without a config
 HELP = {"--help", "-h", "--help-all"}
 FLAGS = HELP | {"--print-config", "--debug"}
 OPTIONAL = "[--print-config] [--help] [--help-all] [--debug]"
@@ -53,19 +54,18 @@ def run(arguments: Sequence[str]) -> int:
             f"A config comes before the settings, as in coat train llama_tiny {arguments[0]}. "
             "`coat train` alone lists those of the package."
         )
-    config = override(load_config(name), settings) if name else None
+    config = override(load_config(name or EXAMPLE), settings)
     if flags & HELP:
         print(_help(name, config, all_fields="--help-all" in flags))
         return 0
-    assert config is not None
     if "--print-config" in flags:
         print(source(config), end="")
         return 0
     return _train(config)
 
 
-def _help(name: str, config: TrainConfig | None, *, all_fields: bool) -> str:
-    """Explains the fields that people set first, or all; without a config after the manual."""
+def _help(name: str, config: TrainConfig, *, all_fields: bool) -> str:
+    """Explains the fields that people set first, or all; without a name after the manual."""
     known, command = fields(config), f"coat train {name or 'CONFIG'}"
     usage = f"usage: {command} [--field value ...] {OPTIONAL}"
     if all_fields:

@@ -25,7 +25,7 @@ from coat_jax.files import MissingFile, expand_user, require_regular
 from coat_jax.numerics.minifloat import Minifloat
 from coat_jax.training.config import TrainConfig, in_bf16
 from coat_jax.training.config.optimizer import is_optimizer
-from coat_jax.training.overrides import default_of, show
+from coat_jax.training.overrides import show
 from coat_jax.validation import brief
 
 FUNCTION, BF16 = "config", "bf16"
@@ -114,7 +114,7 @@ def _expression(value: Any, modules: dict[str, set[str]], indent: str) -> str:
     lines = [
         f"{inner}{field.name}={_expression(own, modules, inner)},"
         for field, own in given.items()
-        if own != default_of(field)
+        if own not in (field.default, {})
     ]
     return "\n".join([f"{kind.__name__}(", *lines, f"{indent})"]) if lines else f"{kind.__name__}()"
 

@@ -22,16 +22,13 @@ import jax.numpy as jnp
 
 from coat_jax import precision
 from coat_jax.errors import UserError
-from coat_jax.models import Config
 from coat_jax.numerics.minifloat import Minifloat
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.config.optimizer import Transformation, function_name, is_optimizer
 from coat_jax.training.config.run import Metric
-from coat_jax.training.data import DataConfig
 from coat_jax.validation import brief, describe
 
 SET_BY_MESH = {"model.axes", "model.batch_axes"}
-USUAL = {"model": Config, "data": DataConfig}  # without a config, its usual parts are listed
 # The names that other trainers have for a field. The command line takes them, too.
 SYNONYMS = {
     "total_steps": "steps max_steps num_steps train_steps max_iters",
@@ -66,7 +63,7 @@ class Field(NamedTuple):
         annotation: the type of its values.
         sentence: what the docstring of its class says about it.
         group: whether it is itself a config.
-        value: its value; MISSING if it is not known.
+        value: its value.
     """
 
     name: str
@@ -103,41 +100,27 @@ def explain(known: Sequence[Field]) -> str:
             sentence = textwrap.indent(textwrap.fill(field.sentence, 86), "  ")
             lines += ["", f"{field.name}:", sentence, ""]
             continue
-        value = "" if field.value is dataclasses.MISSING else show(field.value)
         text = f"{field.sentence} ({_values(field.annotation)})"
-        lines.append(f"  --{field.name} {value}".rstrip())
+        lines.append(f"  --{field.name} {show(field.value)}".rstrip())
         lines.append(textwrap.indent(textwrap.fill(text, 80), " " * 8))
     return "\n".join(lines)
 
 
-def fields(config: Any = None, kind: Any = TrainConfig, prefix: str = "") -> list[Field]:
-    """Returns all fields of a config of this kind, and those of each nested config after it.
-
-    They have values if `config` is given, and `prefix` stands before their names.
-    """
-    hints, sentences = typing.get_type_hints(kind), _sentences(kind)
+def fields(config: Any, prefix: str = "") -> list[Field]:
+    """Returns all fields of a config, and those of each nested config after it."""
+    hints, sentences = typing.get_type_hints(type(config)), _sentences(type(config))
     own: list[Field] = []
     groups: list[Field] = []
-    for one in dataclasses.fields(kind):
-        name = prefix + one.name
+    for one in dataclasses.fields(config):
+        name, value, hint = prefix + one.name, getattr(config, one.name), hints[one.name]
         if name in SET_BY_MESH:
             continue
-        value = default_of(one) if config is None else getattr(config, one.name)
-        annotation = USUAL.get(name, hints[one.name])
-        group = dataclasses.is_dataclass(annotation)
+        group = dataclasses.is_dataclass(hint) or hint is Any
         listed = groups if group else own
-        listed.append(Field(name, annotation, sentences.get(one.name, ""), group, value))
+        listed.append(Field(name, hint, sentences.get(one.name, ""), group, value))
         if dataclasses.is_dataclass(value) and not isinstance(value, Minifloat):
-            listed += fields(value, type(value), f"{name}.")
-        elif group:
-            listed += fields(None, annotation, f"{name}.")
+            listed += fields(value, f"{name}.")
     return own + groups
-
-
-def default_of(field: Any) -> Any:
-    """Returns the default of a field; MISSING if it has none."""
-    made = field.default_factory is not dataclasses.MISSING
-    return field.default_factory() if made else field.default
 
 
 def _sentences(kind: Any) -> dict[str, str]:

@@ -101,19 +101,7 @@ class OptimizerConfig:
                 "transformation nor a function that makes one from a schedule, as in lambda "
                 "schedule: optax.lion(schedule)."
             )
-        self._require_used()
-        # `coat.optax` checks the same in the words of its own arguments.
-        as_directions = self.name == "fp8_adamw" and self.moments == "directions"
-        if self.transformation is None and as_directions and self.b2 < least_b2(self.b1):
-            raise UserError(
-                f"optimizer.b2={self.b2} is below {least_b2(self.b1):g}, the least beside "
-                f'optimizer.b1={self.b1} and optimizer.moments="directions". They store the first '
-                "moment relative to the root of the second, which would decay too fast. Raise b2, "
-                'lower b1, or set moments to "expanded".'
-            )
-
-    def _require_used(self) -> None:
-        """Raises if a field that is not at its default has no effect beside the others."""
+        # A field that is not at its default must have an effect beside the others.
         unused: dict[str, str] = {}
         if self.schedule != "wsd":
             unused["decay_steps"] = f'is for schedule="wsd", and this one is {self.schedule!r}'
@@ -138,6 +126,15 @@ class OptimizerConfig:
                     f"optimizer.{field.name}={value!r} {unused[field.name]}. Leave it at "
                     f"{field.default!r}."
                 )
+        # `coat.optax` checks the same in the words of its own arguments.
+        as_directions = self.name == "fp8_adamw" and self.moments == "directions"
+        if self.transformation is None and as_directions and self.b2 < least_b2(self.b1):
+            raise UserError(
+                f"optimizer.b2={self.b2} is below {least_b2(self.b1):g}, the least beside "
+                f'optimizer.b1={self.b1} and optimizer.moments="directions". They store the first '
+                "moment relative to the root of the second, which would decay too fast. Raise b2, "
+                'lower b1, or set moments to "expanded".'
+            )
 
     @property
     def follows_schedule(self) -> bool:
