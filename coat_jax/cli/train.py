@@ -49,12 +49,7 @@ def run(arguments: Sequence[str]) -> int:
         print(f"Configs that come with the package:\n\n{list_shipped()}\n")
         print("`coat train NAME` or FILE.py trains, `coat train NAME --help` explains it.")
         return UserError.exit_code
-    if name.startswith("-") or not (name or flags & HELP):
-        raise UserError(
-            f"A config comes before the settings, as in coat train llama_tiny {arguments[0]}. "
-            "`coat train` alone lists those of the package."
-        )
-    config = override(load_config(name or EXAMPLE), settings)
+    config = override(load_config(name or (EXAMPLE if flags & HELP else "")), settings)
     if flags & HELP:
         print(_help(name, config, all_fields="--help-all" in flags))
         return 0

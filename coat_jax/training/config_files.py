@@ -48,11 +48,6 @@ def load_config(source: str) -> TrainConfig:
             f"There is no config file {file or source!r}. {hint}`coat train` alone lists those "
             "that come with the package."
         )
-    if path.is_dir():
-        raise UserError(
-            f"{file} is a folder. A run that begins from the model in it has a config file, with "
-            f"model=coat_jax.models.hf.read_config({file!r}) and init_from={file!r}."
-        )
     require_regular(path, "config file")
     try:
         names = runpy.run_path(str(path))

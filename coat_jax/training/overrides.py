@@ -177,16 +177,11 @@ def _find(option: str, known: Mapping[str, Field]) -> Field:
     if len(found) > 1:
         names = ", ".join(f"--{field.name}" for field in found)
         raise UserError(f"--{name} may mean any of {names}: choose one of them.")
-    if found[0].group:
-        inner = [f"--{path}" for path in known if path.startswith(f"{found[0].name}.")]
-        raise UserError(f"--{name} is a group of fields: {', '.join(inner[:4])}, ...")
     return found[0]
 
 
 def _read(field: Field, words: list[str]) -> Any:
     """Returns the value that words stand for; those that stand for none are left to the config."""
-    if field.annotation in FUNCTIONS:
-        raise UserError(f"--{field.name} is a function: set it in a config file.")
     if _is_tuple(field):
         return tuple(words)
     if not words:

@@ -38,9 +38,9 @@ def train(tmp_path, capsys, monkeypatch):
     [
         ("nothing.py", "There is no config file 'nothing.py'"),
         (":bf16", "There is no config file ':bf16'"),
-        (f"{ROOT}/docs", f"init_from={f'{ROOT}/docs'!r}."),
-        ("--total_steps 3", "before the settings, as in coat train llama_tiny --total_steps."),
-        ("--print-config", "`coat train` alone lists those of the package"),
+        (f"{ROOT}/docs", "docs is a folder: name the config file itself"),
+        ("--total_steps 3", "There is no config file '--total_steps'"),
+        ("--print-config", "`coat train` alone lists those that come with the package"),
         ("TINY --total_stepz 3", "Did you mean --total_steps?"),
         ("TINY --cache=", "cache='' names no folder"),
         ("TINY --mesh.data 3 --mesh.fsdp 1", "needs 3 devices, and JAX finds 8"),
