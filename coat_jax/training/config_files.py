@@ -26,7 +26,6 @@ from coat_jax.numerics.minifloat import Minifloat
 from coat_jax.training.config import TrainConfig, in_bf16
 from coat_jax.training.config.optimizer import is_optimizer
 from coat_jax.training.overrides import show
-from coat_jax.validation import brief
 
 FUNCTION, BF16 = "config", "bf16"
 PACKAGE = Path(__file__).parents[1]
@@ -59,16 +58,12 @@ def load_config(source: str) -> TrainConfig:
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         line = f":{lines[-1]}" if lines else ""
         raise UserError(f"{file}{line}: {type(error).__name__}: {error}") from error
-    if function not in names:
+    if not isinstance(config, TrainConfig):
         own = [name for name, value in names.items() if inspect.isfunction(value)]
         raise UserError(
             f"{file} has no function {function}() that returns a TrainConfig. Its functions are "
             f"{', '.join(own) or 'none'}: choose one with {file}:NAME. `coat train llama_tiny "
             "--print-config` prints an example."
-        )
-    if not isinstance(config, TrainConfig):
-        raise UserError(
-            f"{function}() of {file} returns {brief(config)}, and must return a TrainConfig."
         )
     return config
 
