@@ -61,7 +61,8 @@ def changes(config: TrainConfig, saved: Mapping[str, Any], *, begun: bool = True
         for name in names
         if before.get(name) != now.get(name)
     }
-    fixed = [name for name in lines if _is_fixed(name) or (begun and name == "init_from")]
+    fixed = [name for name in lines if name.startswith(FIXED) and not name.startswith(FREE)]
+    fixed += ["init_from"] if begun and "init_from" in lines else []
     if fixed:
         raise UserError(
             f"{config.out} holds another run: {'; '.join(lines[name] for name in fixed[:4])}. "
@@ -70,10 +71,6 @@ def changes(config: TrainConfig, saved: Mapping[str, Any], *, begun: bool = True
             "way."
         )
     return list(lines.values())
-
-
-def _is_fixed(name: str) -> bool:
-    return name.startswith(FIXED) and not name.startswith(FREE)
 
 
 def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

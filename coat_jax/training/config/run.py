@@ -112,11 +112,6 @@ class TrainConfig:
             raise UserError(f"data={brief(self.data)} must be a {data.__name__}.")
         require_fields(self)
         self.optimizer.require_fitting(self.total_steps)
-        if self.steps_in_bf16 > self.total_steps:
-            raise UserError(
-                f"bf16_steps={self.bf16_steps} is more than total_steps={self.total_steps}. Lower "
-                "it, or give a share of the run with a decimal point, as in 0.05."
-            )
         context = getattr(self.model, "context", self.sequence_length)
         if self.sequence_length > context:
             raise UserError(
@@ -189,7 +184,7 @@ class TrainConfig:
     @property
     def steps_in_bf16(self) -> int:
         """How many of the first steps are in BF16."""
-        return count_steps(self.bf16_steps, self.total_steps)
+        return min(count_steps(self.bf16_steps, self.total_steps), self.total_steps)
 
     @property
     def bf16_phase(self) -> "TrainConfig":
