@@ -11,11 +11,6 @@ loss. When a run that went back to step 50 saves step 60, that of step 100 is re
 
 Several processes share the folder, and all of them call each method, in the same order; the first
 one decides and the others follow.
-
-Orbax raises the error of the first array that it could not write, while others are still being
-written. Their files would appear in a folder that has been removed, so the removal waits until it
-is quiet; and their errors would be logged with tracebacks, by orbax and by asyncio. (TensorStore
-may print that an event loop is closed: it reports to one that orbax no longer runs.)
 """
 
 import contextlib
@@ -258,7 +253,11 @@ def steps_to_keep(losses: Mapping[int, float | None], keep: int, keep_best: int)
 
 
 def wait_until_quiet(folder: Path) -> None:
-    """Returns when no file has appeared in a folder for QUIET seconds, or after PATIENCE."""
+    """Returns when no file has appeared in a folder for QUIET seconds, or after PATIENCE.
+
+    Orbax raises the error of the first array that it could not write, while others are still being
+    written: their files would appear in a folder that has been removed.
+    """
     deadline = time.monotonic() + PATIENCE
     before, now = None, list(os.walk(folder))
     while now != before and time.monotonic() < deadline:
@@ -267,6 +266,7 @@ def wait_until_quiet(folder: Path) -> None:
 
 
 def _is_no_error_of_orbax(record: logging.LogRecord) -> bool:
+    """A filter: orbax, and asyncio for its tasks, log with tracebacks what orbax also raises."""
     if record.levelno < logging.ERROR:
         return True
     error = record.exc_info[2] if record.exc_info else None

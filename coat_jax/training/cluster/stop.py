@@ -4,7 +4,8 @@
         ... one step, on every process ...
         if stop.is_requested(): save, and leave
 
-Ctrl-C interrupts at once, without saving.
+Ctrl-C interrupts at once, without saving. Python loses the KeyboardInterrupt if a signal arrives
+while it collects garbage: `is_requested` then raises it again.
 """
 
 import os
@@ -30,7 +31,7 @@ class Stop:
 
     def __init__(self) -> None:
         self._several = jax.process_count() > 1
-        self._asked = False
+        self._asked = self._interrupted = False
         self._calls = 0
 
     def __enter__(self) -> Self:
@@ -39,6 +40,8 @@ class Stop:
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
             caught.remove(signal.SIGHUP)
         self._before = {number: signal.signal(number, self._on_signal) for number in caught}
+        if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+            self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._on_interrupt)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -47,6 +50,8 @@ class Stop:
 
     def is_requested(self) -> bool:
         """Returns whether to stop after this step. Every process must ask, once in every step."""
+        if self._interrupted:
+            raise KeyboardInterrupt
         if self._several:
             self._calls += 1
             self._asked |= multihost_utils.reached_preemption_sync_point(self._calls)
@@ -61,3 +66,7 @@ class Stop:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.request()
+
+    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._interrupted = True
+        signal.default_int_handler(number, frame)

@@ -1,5 +1,6 @@
 """A process notes a signal and goes on; test_two_processes.py sees several stop together."""
 
+import contextlib
 import os
 import signal
 
@@ -19,6 +20,20 @@ def test_one_process_notes_a_signal_and_continues(number):
     with Stop() as stop:
         stop.request()
         assert stop.is_requested()
+
+
+def test_an_interrupt_that_python_lost_is_raised_again():
+    """As in a callback of the garbage collector, which may raise nothing."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
+    try:
+        with Stop() as stop:
+            with contextlib.suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):
+                stop.is_requested()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_signal_that_nohup_ignores_stays_ignored():
