@@ -28,6 +28,7 @@ exit codes:
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from coat_jax.errors import UserError
 from coat_jax.training.config import TrainConfig
@@ -79,7 +80,6 @@ def _train(config: TrainConfig) -> int:
 
     from coat_jax import multihost
     from coat_jax.cli.output import ignore_closed_output
-    from coat_jax.files import expand_user
     from coat_jax.training.checkpoint.step_folders import StepFolders
     from coat_jax.training.checkpoint.weights import CHECKPOINTS
     from coat_jax.training.cluster import distributed
@@ -93,7 +93,7 @@ def _train(config: TrainConfig) -> int:
         try:
             outcome = train(config, console)
         except KeyboardInterrupt:
-            saved = StepFolders(expand_user(config.out) / CHECKPOINTS).steps()
+            saved = StepFolders(Path(config.out) / CHECKPOINTS).steps()
             how = f"continues after step {saved[-1]:,}, saved last" if saved else "begins anew"
             console.print(f"The same command {how}.", highlight=False)
             raise

@@ -42,7 +42,10 @@ def read_config_json(folder: str | Path) -> dict[str, Any]:
     That of a run is read from its newest checkpoint, which has a checksum of it.
     """
     path = expand_user(folder) / CONFIG
-    config_json = config_in_checkpoint(path.parent)
+    record = None
+    if (path.parent / CHECKPOINTS).is_dir():
+        record = _checkpoints_of(path.parent).newest_record()
+    config_json: dict[str, Any] | None = None if record is None else record["extra"].get("config")
     if config_json is None and not os.path.lexists(path):
         there = "no config.json in it" if path.parent.is_dir() else "no such folder"
         raise UserError(
@@ -54,14 +57,6 @@ def read_config_json(folder: str | Path) -> dict[str, Any]:
             f"{path} has neither the `model` of a run nor the `architectures` of Hugging Face."
         )
     return config_json
-
-
-def config_in_checkpoint(folder: Path) -> dict[str, Any] | None:
-    """The config that the newest checkpoint of a run was saved with, if it has one."""
-    if not (folder / CHECKPOINTS).is_dir():
-        return None
-    record = _checkpoints_of(folder).newest_record()
-    return None if record is None else record["extra"].get("config")
 
 
 def is_run(config_json: Mapping[str, Any]) -> bool:
