@@ -95,7 +95,10 @@ def _expression(value: Any, modules: dict[str, set[str]], indent: str) -> str:
         plain = value is None or isinstance(value, str | int | float | tuple)
         return repr(value if plain else text)
     kind, inner = type(value), indent + " " * 4
-    modules.setdefault(_package_of(kind), set()).add(kind.__name__)
+    # Users import a class from the package of its module, where that has it.
+    package = kind.__module__.rpartition(".")[0]
+    public = getattr(sys.modules.get(package), kind.__name__, None) is kind
+    modules.setdefault(package if public else kind.__module__, set()).add(kind.__name__)
     given = {field: getattr(value, field.name) for field in dataclasses.fields(value)}
     lines = [
         f"{inner}{field.name}={_expression(own, modules, inner)},"
@@ -103,13 +106,3 @@ def _expression(value: Any, modules: dict[str, set[str]], indent: str) -> str:
         if own not in (field.default, {})
     ]
     return "\n".join([f"{kind.__name__}(", *lines, f"{indent})"]) if lines else f"{kind.__name__}()"
-
-
-def _package_of(kind: type) -> str:
-    """Where users import a class from: the outermost package that has it by its name."""
-    module: str = kind.__module__
-    while (package := module.rpartition(".")[0]) and (
-        getattr(sys.modules[package], kind.__name__, None) is kind
-    ):
-        module = package
-    return module
