@@ -19,7 +19,7 @@ any device, and memory and time are not those of FP8.
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Annotated, Any
 
 from jax.typing import DTypeLike
 
@@ -29,7 +29,7 @@ from coat_jax.numerics.minifloat import MOST_MANTISSA_BITS, Minifloat, names_of_
 from coat_jax.validation import brief, dtype_of, require_fields
 
 LEAST_MAX = 2.0**-16  # the largest value of a simulated format must be greater
-Block = Literal[16, 32, 64, 128]
+Block = Annotated[int, (16, 32, 64, 128)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,7 +38,7 @@ as in `Storage(first="E2M5", second="UE4M4")`. XLA simulates these: codes take t
 import contextlib
 import dataclasses
 import math
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +61,8 @@ MIN_DECAY = 0.75
 MIN_CHANGE = 0.049  # the least 1 - b1 with which large codes of a direction are rounded to nearest
 DIVISIBLE_BY = 8  # the devices along one axis over which a placeholder can be sharded
 MOST_SIMULATED_BITS = 7  # of a mantissa: simulated codes are in BF16
-GroupSize = Literal[16, 32, 64, 128, 256, 512, 1024]
-GROUP_SIZES: tuple[int, ...] = get_args(GroupSize)
+GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)
+GroupSize = Annotated[int, GROUP_SIZES]
 ZeroOrMore = Annotated[int, Between(least=0)]
 
 

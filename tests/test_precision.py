@@ -55,8 +55,8 @@ OF_FORMATS += r" mantissa bits \(symmetric integers .* E0M\(b-1\)"
 REFUSED = {
     "forward": (FORMATS, OF_FORMATS),
     "backward": (FORMATS, OF_FORMATS),
-    "block": (BLOCKS, "must be 16 or 32 or 64 or 128"),
-    "attention_block": (BLOCKS, "must be 16 or 32 or 64 or 128"),
+    "block": (BLOCKS, "must be .* among 16, 32, 64, 128"),
+    "attention_block": (BLOCKS, "must be .* among 16, 32, 64, 128"),
     "exact_forward": ([1, None, "true"], "must be True or False"),
 }
 

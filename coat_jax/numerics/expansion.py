@@ -26,7 +26,7 @@ There are three ways to round. Each has its own smallest k:
                  code, so that rounding does not change it by more than a quarter
 """
 
-from typing import Final, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
@@ -52,7 +52,7 @@ from coat_jax.numerics.qtensor import (
 
 Rounding = Literal["nearest", "dithered", "stochastic"]
 
-GROUP_SIZE: Final = 128
+GROUP_SIZE = 128
 STEPS = 16  # k is stored in sixteenths
 MAX_STEPS = 255
 HEADROOM = 2  # binades left below the smallest element with stochastic rounding

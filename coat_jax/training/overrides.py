@@ -189,8 +189,7 @@ def _read(field: Field, words: list[str]) -> Any:
     (text,), kinds = words, get_args(field.annotation) or (field.annotation,)
     if precision.Precision in kinds:
         return precision.precision_of(text)
-    named = {str(choice).lower(): choice for kind in kinds for choice in get_args(kind)}
-    named |= {word: value for word, value in WORDS.items() if type(value) in kinds}
+    named = {word: value for word, value in WORDS.items() if type(value) in kinds}
     if text.lower() in named:
         return named[text.lower()]
     with contextlib.suppress(ValueError):
