@@ -29,10 +29,8 @@ class DamagedCheckpoint(UserError):
 def write(folder: Path) -> None:
     """Records every file of a folder."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    files = {
-        path.relative_to(folder).as_posix(): (path.stat().st_size, checksum)
-        for path, checksum in zip(paths, _checksums(paths), strict=True)
-    }
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    files = dict(zip(names, _contents(paths), strict=True))
     writing.replace(folder / NAME, json.dumps(files, indent=1))
 
 
@@ -57,14 +55,13 @@ def check(folder: Path, only: str | None = None) -> None:
             files = {n: of for n, of in files.items() if n == only or n.startswith(f"{only}/")}
             if not files:
                 raise_damaged(folder, f"{NAME} lacks {only}")
-        # Sizes are found at once, checksums after reading everything.
-        for name, (size, _) in files.items():
-            if not (folder / name).is_file():
+        for name in files:
+            if not (folder / name).is_file():  # or is a device: reading one may never end
                 raise_damaged(folder, f"{name} is missing")
-            if (found := (folder / name).stat().st_size) != size:
-                raise_damaged(folder, f"{name} has {found} bytes instead of {size}")
-        sums = _checksums([folder / name for name in files])
-        for (name, (_, checksum)), found in zip(files.items(), sums, strict=True):
+        contents = _contents([folder / name for name in files])
+        for (name, (size, checksum)), (length, found) in zip(files.items(), contents, strict=True):
+            if length != size:
+                raise_damaged(folder, f"{name} has {length} bytes instead of {size}")
             if found != checksum:
                 raise_damaged(folder, f"the checksum of {name} is wrong")
     except OSError as error:  # a failing disk, a missing permission, a folder instead of a file
@@ -89,17 +86,18 @@ def raise_damaged(folder: Path, how: str) -> NoReturn:
     raise DamagedCheckpoint(f"{folder} is damaged: {printable(how)}.")
 
 
-def _checksums(paths: list[Path]) -> list[int]:
+def _contents(paths: list[Path]) -> list[tuple[int, int]]:
+    """Returns the size and the checksum of each file."""
     with ThreadPoolExecutor() as threads:
-        return list(threads.map(_checksum, paths))
+        return list(threads.map(_content, paths))
 
 
-def _checksum(path: Path) -> int:
-    checksum = 0
+def _content(path: Path) -> tuple[int, int]:
+    size = checksum = 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):
-            checksum = zlib.crc32(chunk, checksum)
-    return checksum
+            size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
+    return size, checksum
 
 
 def _read(folder: Path) -> dict[str, tuple[int, int]]:

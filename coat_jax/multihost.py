@@ -40,18 +40,14 @@ def run_on_main(work: Callable[[], T]) -> T:
             content = pickle.dumps(
                 (None, error if known else RuntimeError(f"Process 0 failed: {error!r}"))
             )
+    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(content))))
+    # broadcast_one_to_all needs an array of the same shape on every process.
+    content = content if is_main() else bytes(length)
+    received: Any = multihost_utils.broadcast_one_to_all(np.frombuffer(content, np.uint8))
     result: T
-    result, failure = pickle.loads(_broadcast(content))
+    result, failure = pickle.loads(np.asarray(received, np.uint8).tobytes())
     if own is not None:
         raise own
     if failure is not None:
         raise failure
     return result
-
-
-def _broadcast(content: bytes) -> bytes:
-    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(content))))
-    # broadcast_one_to_all needs an array of the same shape on every process.
-    content = content if is_main() else bytes(length)
-    received: Any = multihost_utils.broadcast_one_to_all(np.frombuffer(content, np.uint8))
-    return np.asarray(received, np.uint8).tobytes()

@@ -26,10 +26,10 @@ from jax.typing import DTypeLike
 from coat_jax.errors import UserError
 from coat_jax.numerics.formats import E4M3, E5M2, named_format
 from coat_jax.numerics.minifloat import MOST_MANTISSA_BITS, Minifloat, names_of_simulated
-from coat_jax.validation import Among, brief, require_fields
+from coat_jax.validation import brief, require_fields
 
 LEAST_MAX = 2.0**-16  # the largest value of a simulated format must be greater
-Block = Annotated[int, Among((16, 32, 64, 128))]
+Block = Annotated[int, (16, 32, 64, 128)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,7 +50,7 @@ from coat_jax.numerics.expansion import Expanded, Rounding
 from coat_jax.numerics.formats import E4M3, SMALLEST_NORMAL, format_of, named_format
 from coat_jax.numerics.groups import join_groups, scales_shape, split_groups
 from coat_jax.numerics.minifloat import Minifloat, names_of_simulated
-from coat_jax.validation import Among, Between, Seed, require_fields
+from coat_jax.validation import Between, Seed, require_fields
 
 DIRECTION = integers.DTYPE  # the format of a first moment that is stored over the root of v
 LOGARITHM = logarithms.DTYPE  # the format of a second moment
@@ -62,7 +62,7 @@ MIN_CHANGE = 0.049  # the least 1 - b1 with which large codes of a direction are
 DIVISIBLE_BY = 8  # the devices along one axis over which a placeholder can be sharded
 MOST_SIMULATED_BITS = 7  # of a mantissa: simulated codes are in BF16
 GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)
-GroupSize = Annotated[int, Among(GROUP_SIZES)]
+GroupSize = Annotated[int, GROUP_SIZES]
 ZeroOrMore = Annotated[int, Between(least=0)]
 
 

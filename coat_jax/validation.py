@@ -3,6 +3,7 @@
     @dataclasses.dataclass(frozen=True)
     class Run:
         steps: Count                                          a whole number, 1 or more
+        block: Annotated[int, (16, 32)]                         one of these
         rate: Annotated[float, Between(above=0, most=10)]       a number: neither NaN nor infinite
 
         def __post_init__(self) -> None:
@@ -54,20 +55,6 @@ class Between:
 
 def _number(end: float) -> str:
     return f"{end:,}" if isinstance(end, int) else f"{end:g}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Among:
-    """These numbers and no others."""
-
-    choices: tuple[int, ...]
-
-    def holds(self, value: float) -> bool:
-        """Returns whether the number is one of them."""
-        return value in self.choices
-
-    def __str__(self) -> str:
-        return f"among {', '.join(map(str, self.choices))}"
 
 
 INT32_MAX = 2**31 - 1  # tokens, their positions and counters of steps are int32
@@ -122,7 +109,9 @@ def _fits(value: Any, annotation: Any) -> bool:
         return True  # the config itself checks what it takes
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        fits = _fits(value, arguments[0]) and all(limit.holds(value) for limit in arguments[1:])
+        kind, limit = arguments
+        among = limit.holds if isinstance(limit, Between) else limit.__contains__
+        fits = _fits(value, kind) and among(value)
     elif origin is Literal:
         fits = any(type(value) is type(choice) and value == choice for choice in arguments)
     elif origin in (Union, types.UnionType):
@@ -156,7 +145,9 @@ def describe(annotation: Any) -> str:
     if annotation in NAMES:
         return NAMES[annotation]
     if origin is Annotated:
-        return f"{describe(arguments[0])} {' and '.join(map(str, arguments[1:]))}"
+        kind, limit = arguments
+        among = limit if isinstance(limit, Between) else f"among {', '.join(map(str, limit))}"
+        return f"{describe(kind)} {among}"
     if origin is Literal:
         return " or ".join(map(repr, arguments))
     if origin in (Union, types.UnionType):

@@ -34,29 +34,19 @@ class DiskFull(NotWritten):
 def require_space(folder: Path, what: str, size: int) -> None:
     """Raises unless `size` bytes and some metadata can be written in a folder."""
     if shutil.disk_usage(folder).free < size + METADATA:
-        raise _full(folder, what, size)
+        raise _full(folder, what, size, os.strerror(errno.ENOSPC))
 
 
 @contextlib.contextmanager
 def write_failures(folder: Path, what: str, size: int | None = None) -> Iterator[None]:
     """Turns errors of writing into a NotWritten that says what was not written, and where."""
-    with full_disk(folder, what, size):
-        try:
-            yield
-        except Exception as error:
-            if _os_error(error) not in {None, *FULL}:
-                raise NotWritten(f"{what} could not be written in {folder}: {error}") from error
-            raise
-
-
-@contextlib.contextmanager
-def full_disk(folder: Path, what: str, size: int | None = None) -> Iterator[None]:
-    """Turns errors of a full disk into a DiskFull; others may come from what the block reads."""
     try:
         yield
     except Exception as error:
         if (code := _os_error(error)) in FULL:
-            raise _full(folder, what, size, code) from error
+            raise _full(folder, what, size, os.strerror(code)) from error
+        if code is not None:
+            raise NotWritten(f"{what} could not be written in {folder}: {error}") from error
         raise
 
 
@@ -68,17 +58,12 @@ def _os_error(error: Exception) -> int | None:
     return int(match[1]) if match else None
 
 
-def _full(folder: Path, what: str, size: int | None, code: int = errno.ENOSPC) -> DiskFull:
-    """The error that says which limit was reached; `code` is that of the operating system."""
+def _full(folder: Path, what: str, size: int | None, limit: str) -> DiskFull:
     needed = "" if size is None else f"it takes up to {(size + METADATA) / 1e6:,.1f} MB, and "
-    free = f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB are free"
-    reason = f"{needed}{'the quota is used up' if code == errno.EDQUOT else free}"
-    remedy = "Make room there, or raise the quota"
-    if code == errno.EFBIG:
-        reason = "a file may not be that large"
-        remedy = "Raise the limit (`ulimit -f`), or choose another folder"
     return DiskFull(
-        f"{what} does not fit in {folder}: {reason}. {remedy}; what was saved before is intact."
+        f"{what} does not fit in {folder} ({limit}): {needed}"
+        f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB are free. Make room there, or raise the "
+        "quota or `ulimit -f`; what was saved before is intact."
     )
 
 
@@ -117,28 +102,29 @@ def replace(path: Path, content: str | bytes) -> None:
 
 
 def require_new_folder(out: Path, command: str) -> None:
-    """Raises if `atomic_folder` would: the folder exists, complete or not, or has no name."""
+    """Raises if `atomic_folder` would: the folder exists, complete or not, or has no name.
+
+    `command` writes it, for errors.
+    """
     if out.name in ("", ".", ".."):
         raise UserError(f"{out} does not end in the name of a new folder: add one.")
     if out.exists() or out.is_symlink():
         raise UserError(f"{out} exists already: choose another folder, or remove it.")
     if _unfinished(out).exists():
-        raise _taken(out, command)
+        raise UserError(
+            f"{_unfinished(out)} exists: another `{command}` is writing it, or was killed. Remove "
+            "it if none is running."
+        )
 
 
 @contextlib.contextmanager
-def atomic_folder(out: Path, command: str) -> Iterator[Path]:
+def atomic_folder(out: Path) -> Iterator[Path]:
     """A folder to write in. It is renamed to `out` at the end, and removed after an error.
 
-    Args:
-        out: a path that `require_new_folder` has accepted.
-        command: the command that writes it, for errors.
+    `require_new_folder` has accepted its path.
     """
     unfinished = _unfinished(out)
-    try:
-        unfinished.mkdir(parents=True)
-    except FileExistsError:  # since `require_new_folder`
-        raise _taken(out, command) from None
+    unfinished.mkdir(parents=True)
     try:
         yield unfinished
         # Otherwise a power failure could leave the name without the content.
@@ -152,10 +138,3 @@ def atomic_folder(out: Path, command: str) -> Iterator[Path]:
 
 def _unfinished(path: Path) -> Path:
     return path.with_name(path.name + UNFINISHED)
-
-
-def _taken(out: Path, command: str) -> UserError:
-    return UserError(
-        f"{_unfinished(out)} exists: another `{command}` is writing it, or was killed. Remove it "
-        "if none is running."
-    )

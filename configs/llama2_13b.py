@@ -14,7 +14,7 @@ experiments/memory.py).
 import dataclasses
 
 from coat_jax import models
-from coat_jax.training.config import TrainConfig, in_bf16
+from coat_jax.training.config import TrainConfig
 from coat_jax.training.config_files import load_config
 
 
@@ -22,8 +22,3 @@ def config() -> TrainConfig:
     """In COAT."""
     model = dataclasses.replace(models.config_of("llama2_13b"), param_dtype="bfloat16")
     return dataclasses.replace(load_config("llama2_7b"), model=model, out="out/llama2_13b")
-
-
-def bf16() -> TrainConfig:
-    """In BF16, with optax's AdamW."""
-    return in_bf16(config())

@@ -56,11 +56,6 @@ def config() -> TrainConfig:
     )
 
 
-def bf16() -> TrainConfig:
-    """In BF16, with optax's AdamW."""
-    return in_bf16(config())
-
-
 def one_gpu() -> TrainConfig:
     """Throughput of COAT on one GPU."""
     coat = config()

@@ -18,7 +18,6 @@ from coat_jax.training.config import (
     EvaluationConfig,
     OptimizerConfig,
     TrainConfig,
-    in_bf16,
 )
 from coat_jax.training.data import DataConfig
 
@@ -52,8 +51,3 @@ def config() -> TrainConfig:
         gradient_accumulation_steps=8,
         out="out/llama_124m",
     )
-
-
-def bf16() -> TrainConfig:
-    """In BF16, with optax's AdamW."""
-    return in_bf16(config())

@@ -20,7 +20,6 @@ from coat_jax.training.config import (
     EvaluationConfig,
     OptimizerConfig,
     TrainConfig,
-    in_bf16,
 )
 from coat_jax.training.data import DataConfig
 
@@ -44,8 +43,3 @@ def config() -> TrainConfig:
         gradient_accumulation_steps=256,
         out="out/llama_30b",
     )
-
-
-def bf16() -> TrainConfig:
-    """In BF16, with optax's AdamW."""
-    return in_bf16(config())

@@ -13,7 +13,7 @@ of the step, experiments/memory.py).
 import dataclasses
 
 from coat_jax import models
-from coat_jax.training.config import TrainConfig, in_bf16
+from coat_jax.training.config import TrainConfig
 from coat_jax.training.config_files import load_config
 
 
@@ -39,8 +39,3 @@ def config() -> TrainConfig:
         gradient_accumulation_steps=16,
         out="out/llama_350m",
     )
-
-
-def bf16() -> TrainConfig:
-    """In BF16, with optax's AdamW."""
-    return in_bf16(config())

@@ -16,7 +16,6 @@ from coat_jax.training.config import (
     EvaluationConfig,
     OptimizerConfig,
     TrainConfig,
-    in_bf16,
 )
 
 
@@ -32,8 +31,3 @@ def config() -> TrainConfig:
         sequence_length=128,
         out="out/llama_tiny",
     )
-
-
-def bf16() -> TrainConfig:
-    """In BF16, with optax's AdamW."""
-    return in_bf16(config())

@@ -20,7 +20,6 @@ from coat_jax.training.config import (
     EvaluationConfig,
     OptimizerConfig,
     TrainConfig,
-    in_bf16,
 )
 from coat_jax.training.data import DataConfig
 
@@ -41,8 +40,3 @@ def config() -> TrainConfig:
         gradient_accumulation_steps=128,
         out="out/olmo_1b",
     )
-
-
-def bf16() -> TrainConfig:
-    """In BF16, with optax's AdamW."""
-    return in_bf16(config())

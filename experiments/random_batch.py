@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from coat_jax.training.cluster.batches import abstract_batch
+from coat_jax.training.cluster.mesh import abstract_batch
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.data import Batch
 

@@ -173,15 +173,15 @@ def measure(options: argparse.Namespace, trace: Path | None = None) -> Case:
     import jax.numpy as jnp
 
     from coat_jax import models
-    from coat_jax.training.cluster import communication
     from coat_jax.training.cluster.mesh import batch_parts, make_mesh
+    from coat_jax.training.compiler_options import use_one_queue
     from coat_jax.training.config import MeshConfig, OptimizerConfig, TrainConfig
     from coat_jax.training.config_files import load_config
     from coat_jax.training.report import accounting
     from coat_jax.training.setup import prepare
     from experiments.random_batch import random_batch
 
-    communication.use_one_queue(offload=case["offloaded"])
+    use_one_queue(offload=case["offloaded"])
     if options.model.lower() in models.PRESETS:
         model = models.config_of(options.model)
     else:

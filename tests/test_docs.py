@@ -27,9 +27,8 @@ import coat_jax
 from coat_jax import cli, models
 from coat_jax.models.hf.config import to_json
 from coat_jax.training.config_files import SHIPPED, load_config
-from coat_jax.training.fields import SYNONYMS, fields
 from coat_jax.training.optimizer import make_optimizer
-from coat_jax.training.overrides import override
+from coat_jax.training.overrides import SYNONYM_OF, fields, override
 from experiments.fine_tuning.study import STUDY as FINE_TUNING
 from experiments.loss_study.study import STUDY as LOSS_STUDY
 from experiments.stability.study import STUDY as STABILITY
@@ -234,9 +233,9 @@ def options_of_commands() -> set[str]:
 def test_an_option_in_a_sentence_exists(page: Path) -> None:
     """A field of a config is named by its path or its last part, and takes the value beside it."""
     config = load_config("llama_tiny")
-    known = {field.name for field in fields()}
+    known = {field.name for field in fields(config)}
     known |= {name.rsplit(".", 1)[-1] for name in known}
-    known |= {other for others in SYNONYMS.values() for other in others.split()}
+    known |= SYNONYM_OF.keys()
     options = options_of_commands()
     for option in re.findall(r"`(--[^`]+)`", page.read_text()):
         name, *values = re.split(r"[\s=]+", option)

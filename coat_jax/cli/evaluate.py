@@ -47,7 +47,7 @@ from coat_jax.printable import amount, printable, table
 from coat_jax.quantization.projections import paths_of
 from coat_jax.training import resume_rules
 from coat_jax.training.data.paths import files_of
-from coat_jax.training.fields import show
+from coat_jax.training.overrides import show
 
 AXIS = "fsdp"
 

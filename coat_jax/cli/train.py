@@ -28,14 +28,15 @@ exit codes:
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from coat_jax.errors import UserError
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.config_files import list_shipped, load_config, source
-from coat_jax.training.fields import fields
-from coat_jax.training.overrides import explain, first_fields, override
+from coat_jax.training.overrides import FIRST, explain, fields, override
 
 STOPPED = 143
+EXAMPLE = "llama_tiny"  # whose values the help shows without a config
 HELP = {"--help", "-h", "--help-all"}
 FLAGS = HELP | {"--print-config", "--debug"}
 OPTIONAL = "[--print-config] [--help] [--help-all] [--debug]"
@@ -49,24 +50,18 @@ def run(arguments: Sequence[str]) -> int:
         print(f"Configs that come with the package:\n\n{list_shipped()}\n")
         print("`coat train NAME` or FILE.py trains, `coat train NAME --help` explains it.")
         return UserError.exit_code
-    if name.startswith("-") or not (name or flags & HELP):
-        raise UserError(
-            f"A config comes before the settings, as in coat train llama_tiny {arguments[0]}. "
-            "`coat train` alone lists those of the package."
-        )
-    config = override(load_config(name), settings) if name else None
+    config = override(load_config(name or (EXAMPLE if flags & HELP else "")), settings)
     if flags & HELP:
         print(_help(name, config, all_fields="--help-all" in flags))
         return 0
-    assert config is not None
     if "--print-config" in flags:
         print(source(config), end="")
         return 0
     return _train(config)
 
 
-def _help(name: str, config: TrainConfig | None, *, all_fields: bool) -> str:
-    """Explains the fields that people set first, or all; without a config after the manual."""
+def _help(name: str, config: TrainConfig, *, all_fields: bool) -> str:
+    """Explains the fields that people set first, or all; without a name after the manual."""
     known, command = fields(config), f"coat train {name or 'CONFIG'}"
     usage = f"usage: {command} [--field value ...] {OPTIONAL}"
     if all_fields:
@@ -76,7 +71,8 @@ def _help(name: str, config: TrainConfig | None, *, all_fields: bool) -> str:
     more = (
         f"`{command} --help-all` explains all {count} fields, --print-config prints a config file."
     )
-    return "\n\n".join([usage, *manual, explain(first_fields(config)), more])
+    first = [field for field in known if field.name in FIRST]
+    return "\n\n".join([usage, *manual, explain(first), more])
 
 
 def _train(config: TrainConfig) -> int:
@@ -84,20 +80,20 @@ def _train(config: TrainConfig) -> int:
 
     from coat_jax import multihost
     from coat_jax.cli.output import ignore_closed_output
-    from coat_jax.files import expand_user
     from coat_jax.training.checkpoint.step_folders import StepFolders
     from coat_jax.training.checkpoint.weights import CHECKPOINTS
-    from coat_jax.training.cluster import communication, distributed
+    from coat_jax.training.cluster import distributed
+    from coat_jax.training.compiler_options import use_one_queue
     from coat_jax.training.loop import train
 
     with ignore_closed_output():
-        communication.use_one_queue(offload=config.optimizer.offload)
+        use_one_queue(offload=config.optimizer.offload)
         distributed.start()
         console = Console(quiet=not multihost.is_main())
         try:
             outcome = train(config, console)
         except KeyboardInterrupt:
-            saved = StepFolders(expand_user(config.out) / CHECKPOINTS).steps()
+            saved = StepFolders(Path(config.out) / CHECKPOINTS).steps()
             how = f"continues after step {saved[-1]:,}, saved last" if saved else "begins anew"
             console.print(f"The same command {how}.", highlight=False)
             raise

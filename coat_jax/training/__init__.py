@@ -3,11 +3,10 @@
 Read it in this order:
 
 families                  the kinds of models that it trains
-config, fields            what a run is, and what its fields are
-config_files, overrides   configs from files and the command line
+config                    what a run is
+config_files, overrides   configs from files; their fields, and changes from the command line
 data/                     where tokens come from
-schedule, optimizer       the learning rate; AdamW in 8 bits or FP32, or any optax transformation
-stages                    clipping in a backward pass that frees gradients as it goes
+optimizer                 AdamW in 8 bits or FP32, or any optax transformation; the learning rate
 step                      the state of a run, and one step of training
 setup                     what steps are compiled from, the first state, and the compiled steps
 loop                      the run: config -> mesh -> data -> state -> steps

@@ -25,40 +25,29 @@ def use_cache(folder: str | None, note: Callable[[str], object] = warnings.warn)
 
     Args:
         folder: None stores nothing. URLs such as gs://bucket/cache are passed to JAX as they are.
-        note: called with a line if another folder is used, because JAX is configured to use it, or
-            if that one or the default folder cannot be written.
+        note: called with a line if the default folder cannot be written.
 
     Raises:
-        UserError: if any other folder cannot be written.
+        UserError: if another folder cannot be written.
     """
     if folder is None:
         return
-    path = folder if is_url(folder) else str(expand_user(folder))
-    configured = jax.config.values["jax_compilation_cache_dir"]
-    used = configured or path
-    if folder != FOLDER and used != path:
-        note(
-            f"The compilation cache is {used}, not {path}: jax_compilation_cache_dir or "
-            "JAX_COMPILATION_CACHE_DIR has been set."
-        )
-    if problem := why_unusable(used):
-        if folder != FOLDER and not configured:
-            raise UserError(f"{problem} Choose another --cache, or none: --cache none.")
-        note(f"{problem} Every start compiles anew.")
-        return
-    jax.config.update("jax_compilation_cache_dir", used)
     # See coat_jax.kernels.sharding.
     jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
-
-
-def is_url(folder: str) -> bool:
-    """Returns whether a folder is not in this machine's file system, as gs://bucket/cache."""
-    return "://" in folder
+    if jax.config.values["jax_compilation_cache_dir"]:  # or JAX_COMPILATION_CACHE_DIR
+        return
+    path = folder if "://" in folder else str(expand_user(folder))
+    if (problem := why_unusable(path)) is None:
+        jax.config.update("jax_compilation_cache_dir", path)
+    elif folder == FOLDER:
+        note(f"{problem} Every start compiles anew.")
+    else:
+        raise UserError(f"{problem} Choose another --cache, or none: --cache none.")
 
 
 def why_unusable(folder: str) -> str | None:
     """Returns why a folder, which need not exist yet, cannot be written to, or None."""
-    if is_url(folder):
+    if "://" in folder:
         return None
     path = Path(folder)
     there = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))

@@ -1,33 +1,67 @@
-"""XLA's options for the programs of a run: those for communication, and two more.
+"""XLA's options for the programs of a run, and a variable of CUDA.
 
-    copies at once     of optimizer state in host memory, in both directions
-    no Triton GEMMs    in FP8 training
+On several GPUs, collectives run while layers compute:
 
-For each product in INT8 or BF16, XLA would spend seconds compiling and timing dozens of its own
-Triton kernels. In FP8 training these are the forward products of COAT_INT8 and the products of the
-head, which cuBLAS computes as fast. A BF16 run leaves the choice to XLA: all of its products are of
-this kind, and some may gain.
+    latency hiding scheduler    starts a collective as early, and waits for it as late, as it can
+    collective kernels          none, so that NCCL also reduces small arrays: XLA schedules products
+                                beside kernels of its own that could hide a larger collective
+    joined reduce-scatters      up to 128 MB: a few for each layer instead of one for each weight
+    one queue                   kernels start in the order in which XLA launches them, so that a
+                                collective does not start after the products that should hide it
+
+An offloaded optimizer's state is copied in both directions at once. FP8 training has no Triton
+GEMMs: for each product in INT8 or BF16 (the head's, and the forward ones of COAT_INT8), XLA would
+spend seconds compiling and timing dozens of its own kernels, and cuBLAS is as fast. A BF16 run has
+only such products, and leaves the choice to XLA. XLA_FLAGS and a variable that is set come first.
 """
 
 import os
 
+import jax
 from jax.sharding import Mesh
 
+from coat_jax import nvidia
 from coat_jax.optax.states.host_memory import COPIES_AT_ONCE
 from coat_jax.precision import precision_of
-from coat_jax.training.cluster.communication import Options, communication_options
 from coat_jax.training.config import TrainConfig
 
+Options = dict[str, bool | int | str]
+
+# JAX 0.11.1 replaced the option for all-reduces by a list of collectives.
+NO_COLLECTIVE_KERNELS: Options = (
+    {"xla_gpu_experimental_use_collective_kernels": ""}
+    if jax.__version_info__ >= (0, 11, 1)
+    else {"xla_gpu_unsupported_use_all_reduce_one_shot_kernel": False}
+)
+COMMUNICATION: Options = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 128 << 20,
+    **NO_COLLECTIVE_KERNELS,
+}
 NO_TRITON_GEMM: Options = {"xla_gpu_enable_triton_gemm": False}
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+HOPPER = "9.0"  # a compute capability
 
 
 def compiler_options(config: TrainConfig, mesh: Mesh) -> Options:
     """Returns the options for the programs of a run, except those that XLA_FLAGS sets."""
-    options = communication_options(mesh)
+    options: Options = {}
     if mesh.devices.flat[0].platform in ("gpu", "cuda"):
-        if config.optimizer.offload:
-            options = options | COPIES_AT_ONCE
-        if precision_of(config.model.precision).fp8_linear:
-            options = options | NO_TRITON_GEMM
+        options |= COMMUNICATION if mesh.size > 1 else {}
+        options |= COPIES_AT_ONCE if config.optimizer.offload else {}
+        options |= NO_TRITON_GEMM if precision_of(config.model.precision).fp8_linear else {}
     given = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if f"--{name}=" not in given}
+
+
+def use_one_queue(*, offload: bool = False) -> None:
+    """Has CUDA start all kernels through one queue, if all GPUs are Hoppers.
+
+    CUDA reads the variable when it starts, so call this before JAX looks for devices. For Blackwell
+    NVIDIA advises against it. With `offload`, an optimizer's state is copied in streams of its own,
+    which keep CUDA's queues.
+    """
+    if offload or QUEUES in os.environ:
+        return
+    if set(nvidia.query_gpus("compute_cap")) == {HOPPER}:
+        os.environ[QUEUES] = "1"

@@ -1,18 +1,16 @@
 """Config files: those that come with the package, and those of a user.
 
     config = load_config("llama_tiny")            config() of a config that comes with the package
-    config = load_config("llama_tiny:bf16")       bf16() of the same file
+    config = load_config("llama_tiny:bf16")       the same in BF16, or bf16() if the file has it
     config = load_config("my/run.py")             config() of any Python file
     text = source(config)                         a Python file that makes this config
 
 A config file is a Python program, which is executed: run only files that you trust.
 """
 
-import ast
 import dataclasses
 import difflib
 import inspect
-import re
 import runpy
 import sys
 import traceback
@@ -24,13 +22,11 @@ from coat_jax import precision
 from coat_jax.errors import UserError
 from coat_jax.files import MissingFile, expand_user, require_regular
 from coat_jax.numerics.minifloat import Minifloat
-from coat_jax.training.config import TrainConfig
+from coat_jax.training.config import TrainConfig, in_bf16
 from coat_jax.training.config.optimizer import is_optimizer
-from coat_jax.training.fields import default_of, fields, nearest_field, show
-from coat_jax.validation import brief
+from coat_jax.training.overrides import show
 
-FUNCTION = "config"
-UNKNOWN = re.compile(r"Config\.__init__\(\) got an unexpected keyword argument '(\w+)'")
+FUNCTION, BF16 = "config", "bf16"
 PACKAGE = Path(__file__).parents[1]
 # In a wheel they are in the package, in a checkout beside it. There the package may have a folder
 # of this name with nothing but old bytecode.
@@ -50,44 +46,31 @@ def load_config(source: str) -> TrainConfig:
             f"There is no config file {file or source!r}. {hint}`coat train` alone lists those "
             "that come with the package."
         )
-    if path.is_dir():
-        raise UserError(
-            f"{file} is a folder. A run that begins from the model in it has a config file, with "
-            f"model=coat_jax.models.hf.read_config({file!r}) and init_from={file!r}."
-        )
     require_regular(path, "config file")
     try:
         names = runpy.run_path(str(path))
+        if function == BF16 and function not in names and FUNCTION in names:
+            names[BF16] = lambda: in_bf16(names[FUNCTION]())
         config = names[function]() if function in names else None
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         line = f":{lines[-1]}" if lines else ""
-        unknown = UNKNOWN.search(str(error))
-        meant = unknown and nearest_field(unknown[1], [field.name for field in fields()])
-        hint = f". Did you mean {meant}?" if meant else ""
-        raise UserError(f"{file}{line}: {type(error).__name__}: {error}{hint}") from error
-    if function not in names:
+        raise UserError(f"{file}{line}: {type(error).__name__}: {error}") from error
+    if not isinstance(config, TrainConfig):
         own = [name for name, value in names.items() if inspect.isfunction(value)]
         raise UserError(
             f"{file} has no function {function}() that returns a TrainConfig. Its functions are "
             f"{', '.join(own) or 'none'}: choose one with {file}:NAME. `coat train llama_tiny "
             "--print-config` prints an example."
         )
-    if not isinstance(config, TrainConfig):
-        raise UserError(
-            f"{function}() of {file} returns {brief(config)}, and must return a TrainConfig."
-        )
     return config
 
 
 def list_shipped() -> str:
     """Lists the configs that come with the package, each with its docstring's first line."""
-    lines = []
-    for name, path in SHIPPED.items():
-        docstring = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "-"
-        lines.append(f"  {name:12} {docstring.splitlines()[0]}")
-    return "\n".join(lines)
+    titles = {name: path.read_text("utf-8").splitlines()[0] for name, path in SHIPPED.items()}
+    return "\n".join(f"  {name:12} {title[3:]}" for name, title in titles.items())
 
 
 def source(config: TrainConfig) -> str:
@@ -112,21 +95,14 @@ def _expression(value: Any, modules: dict[str, set[str]], indent: str) -> str:
         plain = value is None or isinstance(value, str | int | float | tuple)
         return repr(value if plain else text)
     kind, inner = type(value), indent + " " * 4
-    modules.setdefault(_package_of(kind), set()).add(kind.__name__)
+    # Users import a class from the package of its module, where that has it.
+    package = kind.__module__.rpartition(".")[0]
+    public = getattr(sys.modules.get(package), kind.__name__, None) is kind
+    modules.setdefault(package if public else kind.__module__, set()).add(kind.__name__)
     given = {field: getattr(value, field.name) for field in dataclasses.fields(value)}
     lines = [
         f"{inner}{field.name}={_expression(own, modules, inner)},"
         for field, own in given.items()
-        if own != default_of(field)
+        if own not in (field.default, {})
     ]
     return "\n".join([f"{kind.__name__}(", *lines, f"{indent})"]) if lines else f"{kind.__name__}()"
-
-
-def _package_of(kind: type) -> str:
-    """Where users import a class from: the outermost package that has it by its name."""
-    module: str = kind.__module__
-    while (package := module.rpartition(".")[0]) and (
-        getattr(sys.modules[package], kind.__name__, None) is kind
-    ):
-        module = package
-    return module

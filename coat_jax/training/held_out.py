@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from coat_jax.errors import UserError
-from coat_jax.training.cluster.batches import open_data, place
+from coat_jax.training.cluster.mesh import open_data, place
 from coat_jax.training.compiler_options import compiler_options
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.step import held_out_step

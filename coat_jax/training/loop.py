@@ -19,8 +19,7 @@ from coat_jax.printable import printable
 from coat_jax.training import resume_rules
 from coat_jax.training.checkpoint import Checkpoints, resume_state
 from coat_jax.training.checkpoint.resume_state import ResumeState
-from coat_jax.training.cluster.batches import open_data, place
-from coat_jax.training.cluster.mesh import make_mesh, require_fitting
+from coat_jax.training.cluster.mesh import make_mesh, open_data, place, require_fitting
 from coat_jax.training.cluster.stop import Stop
 from coat_jax.training.compilation_cache import use_cache
 from coat_jax.training.config import TrainConfig
@@ -89,7 +88,7 @@ class _Run:
         run_on_main(lambda: require_installed(config.writers))
         self.data = open_data(config, mesh, "train")
         stack.callback(self.data.close)
-        self.setup = setup = prepare(config, mesh)
+        self.setup = setup = prepare(config, mesh, example=self.data.example)
         self.evaluation = Evaluation(config, setup.graph, mesh) if config.evaluation.every else None
         stack.callback(folder.release)
         for change in run_on_main(folder.claim):
@@ -104,7 +103,7 @@ class _Run:
         saved = self.checkpoints.require_like(setup.abstract)
         done = saved or 0
         run_on_main(lambda: folder.write_config(end_of_text=self.data.end_of_text))
-        self.programs = compile_steps(setup, console, example=self.data.example, done=done)
+        self.programs = compile_steps(setup, console, done=done)
         self.telemetry = None
         if config.telemetry.every and done < config.total_steps:
             self.telemetry = _compile_telemetry(setup, say, self.data.example)
@@ -138,7 +137,6 @@ class _Run:
         step, state, extra = self.checkpoints.restore(self.setup.abstract)
         resume = resume_state.from_json(step, extra)
         self.data.restore(dict(resume.data))
-        self.checkpoints.prune()
         say(f"Resumes after step {step:,} of {total_steps:,}.")
         if step == total_steps:
             say("The run is complete. To train it further, raise --total_steps.")
@@ -198,7 +196,7 @@ def _compile_telemetry(
 ) -> Telemetry | None:
     """Returns the telemetry of a run; None if nothing of it is in 8 bits."""
     begin = time.perf_counter()
-    config, mesh, _, graph, abstract = setup
+    config, mesh, _, graph, abstract, _ = setup
     telemetry = Telemetry(config, graph, abstract, mesh, example)
     if telemetry.empty:
         say("Nothing of this run is in 8 bits: there is no telemetry.")

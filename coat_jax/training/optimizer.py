@@ -4,34 +4,32 @@
     params, moments = optimizer.step(params, grads, moments, grad_scale=clip, skip=not finite)
 
 All optimizers update parameters and moments in place if these are donated, and change nothing if
-`skip` is true. With `release_gradients`, the state is a `stages.ReleaseState`.
+`skip` is true.
 """
 
 import dataclasses
-import re
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int
 
 from coat_jax.errors import UserError
 from coat_jax.numerics.formats import E4M3
 from coat_jax.optax import InPlaceOptimizer, fused_fp8_adamw, in_host_memory, in_place
 from coat_jax.storage import PAPER, Storage
-from coat_jax.training.config import TrainConfig
-from coat_jax.training.config.optimizer import function_name, is_transformation
-from coat_jax.training.schedule import learning_rate
-from coat_jax.training.stages import with_gradient_norm
+from coat_jax.training.config import OptimizerConfig, TrainConfig
+from coat_jax.training.config.optimizer import is_transformation
 from coat_jax.validation import brief
 
 
 def make_optimizer(config: TrainConfig) -> InPlaceOptimizer:
     """Returns the optimizer that the config names."""
     optimizer = _on_device(config)
-    if config.optimizer.offload:
-        optimizer = in_host_memory(optimizer)
-    return with_gradient_norm(optimizer) if config.optimizer.release_gradients else optimizer
+    return in_host_memory(optimizer) if config.optimizer.offload else optimizer
 
 
 def _on_device(config: TrainConfig) -> InPlaceOptimizer:
@@ -42,7 +40,13 @@ def _on_device(config: TrainConfig) -> InPlaceOptimizer:
         "correct_params": chosen.correct_params,
     }
     if chosen.transformation is not None:
-        tx = _transformation(chosen.transformation, schedule)
+        tx: Any = chosen.transformation
+        tx = tx if is_transformation(tx) else tx(schedule)
+        if not is_transformation(tx):
+            raise UserError(
+                f"optimizer.transformation returns {brief(tx)}, which is not an optax "
+                "transformation. Return one, as in lambda schedule: optax.lion(schedule)."
+            )
         return in_place(tx, **rounding, seed=config.seed)
     adamw: dict[str, Any] = {
         "learning_rate": schedule,
@@ -57,41 +61,24 @@ def _on_device(config: TrainConfig) -> InPlaceOptimizer:
     return fused_fp8_adamw(**adamw, **rounding, storage=storage_of(config))
 
 
-def _transformation(given: Any, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Returns the config's transformation, or the one that its function makes from the schedule."""
-    if is_transformation(given):
-        return given
-    try:
-        made = given(schedule)
-    except Exception as error:
-        raise UserError(
-            f"optimizer.transformation={function_name(given)} fails: {type(error).__name__}: "
-            f"{error}. It is called with the schedule of the learning rate."
-        ) from error
-    if not is_transformation(made):
-        raise UserError(
-            f"optimizer.transformation returns {brief(made)}, which is not an optax "
-            "transformation. Return one, as in lambda schedule: optax.lion(schedule)."
-        )
-    return made
+def learning_rate(
+    config: OptimizerConfig, total_steps: int, count: Int[ArrayLike, ""]
+) -> Float[Array, ""]:
+    """Returns the learning rate of the update after `count` others: 0 to total_steps - 1.
 
-
-def require_no_extra_args(optimizer: InPlaceOptimizer, params: Any, moments: Any) -> None:
-    """Raises if a transformation's update needs more than gradients, state and parameters.
-
-    `optimizer` is from `make_optimizer`; parameters and moments may be shapes and dtypes.
+    It rises linearly for `warmup_steps`, and then follows the schedule down to `final_ratio` of the
+    highest rate: half a cosine, a straight line, or for "wsd" a straight line in the last
+    `decay_steps`.
     """
-    try:
-        jax.eval_shape(optimizer.step, params, params, moments)
-    except TypeError as error:
-        missing = re.search(r"missing \d+ required keyword-only arguments?: (.*)", str(error))
-        if missing is None:
-            raise
-        raise UserError(
-            f"The update of optimizer.transformation needs {missing[1]}, and the trainer passes "
-            "gradients, state and parameters only. Choose another transformation, or write the "
-            "training loop yourself and pass them to the step of coat.optax.in_place."
-        ) from error
+    done = jnp.asarray(count, jnp.float32)
+    rising, at_end = config.phases(total_steps)
+    stable = total_steps - at_end if config.schedule == "wsd" else rising
+    # The fraction of the decay that is done; one step after the last it would be 1.
+    progress = jnp.clip((done - stable) / max(total_steps - stable, 1), 0.0, 1.0)
+    shapes = {"cosine": (1 + jnp.cos(jnp.pi * progress)) / 2, "constant": jnp.ones([])}
+    factor = shapes.get(config.schedule, 1 - progress)
+    falling = config.final_ratio + (1 - config.final_ratio) * factor
+    return config.learning_rate * jnp.where(done < rising, (done + 1) / max(rising, 1), falling)
 
 
 def storage_of(config: TrainConfig) -> Storage:

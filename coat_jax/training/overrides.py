@@ -1,6 +1,7 @@
-"""Changes fields of a config from the command line, and explains them.
+"""The fields of a run's config: changes them from the command line, and explains them.
 
     config = override(config, ["--learning_rate", "1e-3", "--precision", "coat_lean"])
+    for field in fields(config): print(field.name, field.value)       "optimizer.b1" 0.9
     print(explain(fields(config)))
 
 A field is named by its path, or by the last parts of the path if no other field has the same. The
@@ -9,19 +10,41 @@ field's annotation says how its value is read; the config refuses a value that i
 
 import contextlib
 import dataclasses
+import difflib
+import inspect
 import re
 import textwrap
+import typing
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args, get_origin
+from typing import Any, NamedTuple, get_args, get_origin
+
+import jax.numpy as jnp
 
 from coat_jax import precision
 from coat_jax.errors import UserError
+from coat_jax.numerics.minifloat import Minifloat
 from coat_jax.training.config import TrainConfig
-from coat_jax.training.config.optimizer import Transformation
+from coat_jax.training.config.optimizer import Transformation, function_name, is_optimizer
 from coat_jax.training.config.run import Metric
-from coat_jax.training.fields import SYNONYM_OF, Field, fields, nearest_field, show
 from coat_jax.validation import brief, describe
 
+SET_BY_MESH = {"model.axes", "model.batch_axes"}
+# The names that other trainers have for a field. The command line takes them, too.
+SYNONYMS = {
+    "total_steps": "steps max_steps num_steps train_steps max_iters",
+    "sequence_length": "seq_len seq_length max_seq_len block_size",
+    "gradient_accumulation_steps": "grad_accum_steps grad_accum accumulation",
+    "optimizer.learning_rate": "lr max_lr",
+    "optimizer.warmup_steps": "warmup warmup_iters",
+    "optimizer.clip_norm": "grad_clip clip_grad max_grad_norm",
+    "optimizer.weight_decay": "wd",
+    "optimizer.b1": "beta1",
+    "optimizer.b2": "beta2",
+    "evaluation.every": "eval_every eval_interval",
+    "checkpoint.every": "save_every save_steps save_interval",
+    "out": "out_dir output_dir",
+}
+SYNONYM_OF = {other: field for field, others in SYNONYMS.items() for other in others.split()}
 FUNCTIONS = (Transformation | None, Mapping[str, Metric])
 WORDS = {"true": True, "false": False, "none": None}
 WHOLE = re.compile(r"([+-]?[\d_]+)(?:e\+?(\d\d?))?", re.IGNORECASE)
@@ -30,6 +53,24 @@ FIRST = {"data.train", "data.tokenizer", "init_from", "out", "total_steps", "glo
 FIRST |= {"sequence_length", "gradient_accumulation_steps", "optimizer.learning_rate"}
 FIRST |= {"optimizer.warmup_steps", "model.precision", "model.remat", "evaluation.every"}
 FIRST |= {"checkpoint.every", "writers"}
+
+
+class Field(NamedTuple):
+    """A field of a config, or of a config within it.
+
+    Attributes:
+        name: its path, as in "optimizer.learning_rate".
+        annotation: the type of its values.
+        sentence: what the docstring of its class says about it.
+        group: whether it is itself a config.
+        value: its value.
+    """
+
+    name: str
+    annotation: Any
+    sentence: str
+    group: bool
+    value: Any
 
 
 def override(config: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
@@ -48,8 +89,6 @@ def override(config: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
             raise UserError(f"{word!r} follows no --field: write --field value.")
     changes = {tuple(name.split(".")): _read(known[name], words) for name, words in given.items()}
     changed: TrainConfig = _change(config, changes)
-    # Also those that are given the value that they have.
-    changed.optimizer.require_used([path[1] for path in changes if path[0] == "optimizer"])
     return changed
 
 
@@ -61,16 +100,52 @@ def explain(known: Sequence[Field]) -> str:
             sentence = textwrap.indent(textwrap.fill(field.sentence, 86), "  ")
             lines += ["", f"{field.name}:", sentence, ""]
             continue
-        value = "" if field.value is dataclasses.MISSING else show(field.value)
         text = f"{field.sentence} ({_values(field.annotation)})"
-        lines.append(f"  --{field.name} {value}".rstrip())
+        lines.append(f"  --{field.name} {show(field.value)}".rstrip())
         lines.append(textwrap.indent(textwrap.fill(text, 80), " " * 8))
     return "\n".join(lines)
 
 
-def first_fields(config: TrainConfig | None = None) -> list[Field]:
-    """Returns the fields that people set first."""
-    return [field for field in fields(config) if field.name in FIRST]
+def fields(config: Any, prefix: str = "") -> list[Field]:
+    """Returns all fields of a config, and those of each nested config after it."""
+    hints, sentences = typing.get_type_hints(type(config)), _sentences(type(config))
+    own: list[Field] = []
+    groups: list[Field] = []
+    for one in dataclasses.fields(config):
+        name, value, hint = prefix + one.name, getattr(config, one.name), hints[one.name]
+        if name in SET_BY_MESH:
+            continue
+        group = dataclasses.is_dataclass(hint) or hint is Any
+        listed = groups if group else own
+        listed.append(Field(name, hint, sentences.get(one.name, ""), group, value))
+        if dataclasses.is_dataclass(value) and not isinstance(value, Minifloat):
+            listed += fields(value, f"{name}.")
+    return own + groups
+
+
+def _sentences(kind: Any) -> dict[str, str]:
+    """Returns the sentences on fields in the Attributes sections of a class and of its bases."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        section = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2]
+        items = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, flags=re.MULTILINE)
+        found |= {name: " ".join(text.split()) for name, text in items}
+    return found
+
+
+def show(value: Any) -> str:
+    """Returns a value in the form that the command line takes."""
+    if value is None or isinstance(value, str | int | float):
+        return repr(value) if "\n" in str(value) else str(value)
+    if isinstance(value, precision.Precision):
+        return next((n for n, preset in precision.PRESETS.items() if preset == value), "custom")
+    if is_optimizer(value):
+        return function_name(value)
+    if isinstance(value, tuple | Mapping):
+        return " ".join(map(show, value))
+    if isinstance(value, Minifloat):
+        return value.name
+    return type(value).__name__ if dataclasses.is_dataclass(value) else jnp.dtype(value).name
 
 
 def _values(annotation: Any) -> str:
@@ -95,22 +170,18 @@ def _find(option: str, known: Mapping[str, Field]) -> Field:
     leaves = [field for field in ending if not field.group]
     found = [known[name]] if name in known else leaves or ending
     if not found:
-        near = nearest_field(name, known)
-        hint = f" Did you mean --{near}?" if near else ""
+        paths = SYNONYM_OF | {path.rpartition(".")[2]: path for path in known}
+        near = difflib.get_close_matches(name.rpartition(".")[2], paths, n=1)
+        hint = f" Did you mean --{paths[near[0]]}?" if near else ""
         raise UserError(f"There is no field {brief(name)}.{hint} --help-all lists them all.")
     if len(found) > 1:
         names = ", ".join(f"--{field.name}" for field in found)
         raise UserError(f"--{name} may mean any of {names}: choose one of them.")
-    if found[0].group:
-        inner = [f"--{path}" for path in known if path.startswith(f"{found[0].name}.")]
-        raise UserError(f"--{name} is a group of fields: {', '.join(inner[:4])}, ...")
     return found[0]
 
 
 def _read(field: Field, words: list[str]) -> Any:
     """Returns the value that words stand for; those that stand for none are left to the config."""
-    if field.annotation in FUNCTIONS:
-        raise UserError(f"--{field.name} is a function: set it in a config file.")
     if _is_tuple(field):
         return tuple(words)
     if not words:

@@ -24,7 +24,6 @@ FIXED += ("optimizer.correct_params", "optimizer.release_gradients", "frozen")
 FIXED += ("global_batch_size", "sequence_length", "seed")
 FREE = ("model.precision", "model.remat", "model.dtype", "model.z_loss", "data.tokenizer")
 NOT_COMPARED = ("out", "resume", "cache", "metrics")
-TRANSFORMATION = "optimizer.transformation"  # another one may have a state with the same arrays
 
 
 def to_json(value: Any) -> Any:
@@ -62,9 +61,8 @@ def changes(config: TrainConfig, saved: Mapping[str, Any], *, begun: bool = True
         for name in names
         if before.get(name) != now.get(name)
     }
-    fixed = [name for name in lines if _is_fixed(name) or (begun and name == "init_from")]
-    if TRANSFORMATION in lines and None in (before.get(TRANSFORMATION), now[TRANSFORMATION]):
-        fixed.insert(0, TRANSFORMATION)
+    fixed = [name for name in lines if name.startswith(FIXED) and not name.startswith(FREE)]
+    fixed += ["init_from"] if begun and "init_from" in lines else []
     if fixed:
         raise UserError(
             f"{config.out} holds another run: {'; '.join(lines[name] for name in fixed[:4])}. "
@@ -73,10 +71,6 @@ def changes(config: TrainConfig, saved: Mapping[str, Any], *, begun: bool = True
             "way."
         )
     return list(lines.values())
-
-
-def _is_fixed(name: str) -> bool:
-    return name.startswith(FIXED) and not name.startswith(FREE)
 
 
 def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from coat_jax import writing
+from coat_jax import files, writing
 from coat_jax.errors import UserError
 from coat_jax.printable import printable
 from coat_jax.training import resume_rules
@@ -65,21 +65,20 @@ class RunFolder:
             UserError: if another process is using it, or it holds a model, or another run, or one
                 that has taken more steps.
         """
-        self._lock = self._take()
-        saved = self._saved()
+        self._lock = lock(self.path, self._note)
+        newest = StepFolders(self.checkpoints).newest_record()
+        saved = self._saved(newest)
         names = (weights.CONFIG, metrics.FILE, weights.CHECKPOINTS)
         if not self._config.resume and any((self.path / name).exists() for name in names):
             with self._lock:  # which moves with the run
                 self._move_away()
-                self._lock, saved = self._take(), None
-        newest = StepFolders(self.checkpoints).newest_record()
+                self._lock, newest, saved = lock(self.path, self._note), None, None
         changed = []
         if saved is not None:
             changed = resume_rules.changes(self._config, saved, begun=newest is not None)
-        done = 0 if newest is None else newest["step"]
-        if done > self._config.total_steps:
+        if newest is not None and newest["step"] > self._config.total_steps:
             raise UserError(
-                f"{self.path} holds a run that has taken {done:,} steps, and total_steps="
+                f"{self.path} holds a run that has taken {newest['step']:,} steps, and total_steps="
                 f"{self._config.total_steps:,}. Raise it, choose another folder with --out, or "
                 "begin anew with --resume false, which moves that run out of the way."
             )
@@ -99,19 +98,17 @@ class RunFolder:
         if self._lock is not None:
             self._lock.close()
 
-    def _take(self) -> TextIO:
-        self.path.mkdir(parents=True, exist_ok=True)
-        return lock(self.path, self._note)
-
-    def _saved(self) -> dict[str, Any] | None:
+    def _saved(self, newest: dict[str, Any] | None) -> dict[str, Any] | None:
         """Returns the config of the run in the folder; None if there is no run."""
-        saved = weights.config_in_checkpoint(self.path)
+        saved: dict[str, Any] | None = None if newest is None else newest["extra"].get("config")
         path = self.path / weights.CONFIG
         if saved is None and path.is_file():
-            saved = weights.object_in(path)
-            if saved is None:
-                self._note(f"{path} is damaged, and no checkpoint says what was run.")
-            elif "architectures" in saved and not weights.is_run(saved):
+            try:
+                saved = files.read_json(path)
+            except UserError as error:
+                self._note(f"{error} No checkpoint says what was run.")
+                return None
+            if "architectures" in saved and not weights.is_run(saved):
                 raise UserError(
                     f"{self.path} holds a model in Hugging Face's format, not a run: choose "
                     "another --out."
@@ -136,12 +133,13 @@ def lock(folder: Path, note: Callable[[str], object]) -> TextIO:
     """Locks a folder until the returned file is closed, or its process ends, however it ends.
 
     Args:
-        folder: of a run.
+        folder: of a run; made if there is none.
         note: called with a line if the file system has no locks.
 
     Raises:
         UserError: if another process holds the lock, saying which.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     # A link is not followed: the file is overwritten.
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     file = os.fdopen(descriptor, "r+", encoding="utf-8", errors="replace")

@@ -22,12 +22,11 @@ from coat_jax.errors import UserError
 from coat_jax.models.lazy_arrays import dotted_name
 from coat_jax.optax import InPlaceOptimizer, state_shardings
 from coat_jax.training.checkpoint import weights
-from coat_jax.training.cluster.batches import abstract_batch
-from coat_jax.training.cluster.mesh import batch_parts, everywhere
+from coat_jax.training.cluster.mesh import abstract_batch, batch_parts, everywhere
 from coat_jax.training.compiler_options import compiler_options
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.families import family_of
-from coat_jax.training.optimizer import make_optimizer, require_no_extra_args
+from coat_jax.training.optimizer import make_optimizer
 from coat_jax.training.report import accounting
 from coat_jax.training.step import State, releasing_step, split_trained, train_step
 
@@ -47,6 +46,7 @@ class TrainSetup(NamedTuple):
         optimizer: as `make_optimizer` makes it.
         graph: of the model.
         abstract: the shapes, dtypes and shardings of the state.
+        batch: those of a batch.
     """
 
     config: TrainConfig
@@ -54,13 +54,10 @@ class TrainSetup(NamedTuple):
     optimizer: InPlaceOptimizer
     graph: Any
     abstract: State
+    batch: Any
 
-    def lower(self, example: Any = None) -> jax.stages.Lowered:
-        """Returns the step, ready to compile: it donates the state and keeps its sharding.
-
-        Args:
-            example: a row of a batch; by default the family's.
-        """
+    def lower(self) -> jax.stages.Lowered:
+        """Returns the step, ready to compile: it donates the state and keeps its sharding."""
         step = releasing_step if self.config.optimizer.release_gradients else train_step
         jitted = jax.jit(
             partial(step, self.config, self.graph, self.optimizer),
@@ -69,7 +66,7 @@ class TrainSetup(NamedTuple):
             compiler_options=compiler_options(self.config, self.mesh),
         )
         with jax.set_mesh(self.mesh):
-            return jitted.lower(self.abstract, abstract_batch(self.config, self.mesh, example))
+            return jitted.lower(self.abstract, self.batch)
 
     def new_state(self) -> State:
         """Returns the state before the first step, every device making or reading its own part."""
@@ -87,14 +84,19 @@ class TrainSetup(NamedTuple):
             moments = init(split_trained(config, params)[0])
         # Two arrays, because both are donated.
         step, skipped = (jax.device_put(jnp.int32(0), shardings.step) for _ in range(2))
-        return State(step, params, moments, skipped)
+        norm = jax.tree.map(partial(jax.device_put, jnp.float32(jnp.nan)), shardings.gradient_norm)
+        return State(step, params, moments, skipped, norm)
 
     def _shardings(self) -> Any:
         return jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
 
 
 def prepare(
-    config: TrainConfig, mesh: Mesh, *, optimizer: InPlaceOptimizer | None = None
+    config: TrainConfig,
+    mesh: Mesh,
+    *,
+    optimizer: InPlaceOptimizer | None = None,
+    example: Any = None,
 ) -> TrainSetup:
     """Builds the optimizer, and the shapes of model and state; takes no memory of a device.
 
@@ -102,34 +104,31 @@ def prepare(
         config: the run.
         mesh: from `make_mesh`.
         optimizer: replaces the one that the config names.
+        example: a row of a batch; by default the family's.
     """
     optimizer = optimizer or make_optimizer(config)
     module = family_of(config.model).module
     graph, params = models.abstract(config.model_on_mesh, mesh=mesh, module=module)
     trained, _ = split_trained(config, params)
-    _require_frozen(config, params, trained)
+    paths = [dotted_name(path) for path, _ in nnx.to_flat_state(params)] if config.frozen else []
+    for glob in config.frozen:
+        if not fnmatch.filter(paths, glob):
+            raise UserError(
+                f"frozen={glob!r} matches no parameter. They are named {', '.join(paths[:4])}, ..."
+            )
+    if not jax.tree.leaves(trained):
+        raise UserError(f"frozen={config.frozen} leaves no parameter to train.")
     with jax.set_mesh(mesh):  # which decides what annotations of Flax fit the state
         moments = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             jax.eval_shape(optimizer.init, trained),
             state_shardings(optimizer, trained),
         )
-        if config.optimizer.transformation is not None:
-            require_no_extra_args(optimizer, trained, moments)
-    count: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere(mesh))
-    return TrainSetup(config, mesh, optimizer, graph, State(count, params, moments, count))
-
-
-def _require_frozen(config: TrainConfig, params: Any, trained: Any) -> None:
-    """Raises if `frozen` has a glob that matches nothing, or freezes everything."""
-    paths = [dotted_name(path) for path, _ in nnx.to_flat_state(params)]
-    for glob in config.frozen:
-        if not fnmatch.filter(paths, glob):
-            raise UserError(
-                f"frozen={glob!r} matches no parameter. They are named {', '.join(paths[:4])}, ..."
-            )
-    if config.frozen and not jax.tree.leaves(trained):
-        raise UserError(f"frozen={config.frozen} leaves no parameter to train.")
+    scalar: Any = partial(jax.ShapeDtypeStruct, (), sharding=everywhere(mesh))
+    norm = scalar(jnp.float32) if config.optimizer.release_gradients else ()
+    state = State(scalar(jnp.int32), params, moments, scalar(jnp.int32), norm)
+    batch = abstract_batch(config, mesh, example)
+    return TrainSetup(config, mesh, optimizer, graph, state, batch)
 
 
 def require_same_model(config: TrainConfig) -> None:
@@ -153,9 +152,7 @@ def require_same_model(config: TrainConfig) -> None:
     weights.require_parameters(config.init_from, config.model)
 
 
-def compile_steps(
-    setup: TrainSetup, console: "Console", *, example: Any = None, done: int = 0
-) -> dict[int, Any]:
+def compile_steps(setup: TrainSetup, console: "Console", *, done: int = 0) -> dict[int, Any]:
     """Compiles the programs that a run still needs: for its first steps in BF16, and the others.
 
     Prints how long that took and how much memory each program needs.
@@ -163,27 +160,25 @@ def compile_steps(
     Args:
         setup: the run.
         console: where to print.
-        example: a row of a batch; by default the family's.
         done: how many steps the run has taken before.
 
     Returns:
         Each program by the number of steps that come before its first one.
     """
-    config, mesh, optimizer, *_ = setup
-    in_bf16 = config.steps_in_bf16
+    config, in_bf16 = setup.config, setup.config.steps_in_bf16
     programs = {}
     if max(done, in_bf16) < config.total_steps:
-        programs[max(done, in_bf16)] = _compile(setup, console, "the step", example)
+        programs[max(done, in_bf16)] = _compile(setup, console, "the step")
     if done < in_bf16:
-        start = prepare(config.bf16_phase, mesh, optimizer=optimizer)
+        bf16 = prepare(config.bf16_phase, setup.mesh, optimizer=setup.optimizer)
         what = f"the first {in_bf16:,} steps, in BF16,"
-        programs[done] = _compile(start, console, what, example)
+        programs[done] = _compile(bf16._replace(batch=setup.batch), console, what)
     return programs
 
 
-def _compile(setup: TrainSetup, console: "Console", what: str, example: Any) -> Any:
+def _compile(setup: TrainSetup, console: "Console", what: str) -> Any:
     begin = time.perf_counter()
-    program = setup.lower(example).compile()
+    program = setup.lower().compile()
     seconds = time.perf_counter() - begin
     parts, device = batch_parts(setup.mesh), setup.mesh.local_devices[0]
     memory = accounting.account(

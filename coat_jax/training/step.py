@@ -9,6 +9,7 @@ gradients skips only the stages whose gradients are not finite. Parameters and m
 in place; a conditional would copy them.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
@@ -27,8 +28,7 @@ from coat_jax.models.llama import shard_params
 from coat_jax.optax import InPlaceOptimizer, global_norm, step_by_stages
 from coat_jax.optax.clipping import clip_scale
 from coat_jax.training.config import TrainConfig
-from coat_jax.training.schedule import learning_rate
-from coat_jax.training.stages import scale_of_stage
+from coat_jax.training.optimizer import learning_rate
 from coat_jax.validation import brief
 
 
@@ -44,12 +44,14 @@ class State(NamedTuple):
         moments: the optimizer's state, of the parameters that are trained; each leaf is sharded as
             its parameter is.
         skipped: how many of the steps had gradients or a loss that were not finite.
+        gradient_norm: of the step before, if gradients are released; NaN before the first one.
     """
 
     step: Int32[Array, ""]
     params: Any
     moments: Any
     skipped: Int32[Array, ""]
+    gradient_norm: Any = ()
 
 
 def split_trained(config: TrainConfig, params: Any) -> tuple[Any, Any]:
@@ -133,17 +135,38 @@ def train_step(
 def releasing_step(
     config: TrainConfig, graph: Any, optimizer: InPlaceOptimizer, state: State, batch: Any
 ) -> tuple[State, Report]:
-    """As `train_step`, but the backward pass updates parameters and frees gradients."""
+    """As `train_step`, but the backward pass updates parameters and frees gradients.
+
+    See `coat_jax.optax.step_by_stages`. Gradients are clipped by the norm of the step before.
+    """
     stages, labels = nnx.merge(graph, state.params).stages(first_microbatch(batch))
-    norm_before = state.moments.gradient_norm
-    scale = partial(scale_of_stage, config.optimizer.clip_norm, norm_before, len(stages))
+    scale = partial(
+        scale_of_stage, config.optimizer.clip_norm, state.gradient_norm, math.sqrt(len(stages))
+    )
     done = step_by_stages(optimizer, stages, state.params, state.moments, grad_scale=scale)
     # For the log, as in `train_step`.
     rate = learning_rate(config.optimizer, config.total_steps, state.step - state.skipped)
     skipped = state.skipped + done.skipped
     report = Report(done.loss, done.gradient_norm, rate, labels, skipped)
-    moments = done.state._replace(gradient_norm=done.gradient_norm)
-    return State(state.step + 1, done.params, moments, skipped), report
+    return State(state.step + 1, done.params, done.state, skipped, done.gradient_norm), report
+
+
+def scale_of_stage(
+    max_norm: float | None,
+    norm_before: Float[Array, ""],
+    root: float,
+    norm_of_stage: Float[Array, ""],
+) -> float | Float[Array, ""]:
+    """Returns the factor that clips the gradients of a stage; `root` is that of their number.
+
+    If the norm of the step before is not known (in the first step) or not finite, each stage is
+    clipped to an equal share of `max_norm`, so that together they do not exceed it.
+    """
+    if max_norm is None:
+        return 1.0
+    return clip_scale(
+        jnp.where(jnp.isfinite(norm_before), norm_before, norm_of_stage * root), max_norm
+    )
 
 
 def clip_or_skip(

@@ -17,8 +17,7 @@ from coat_jax.errors import UserError
 from coat_jax.optax import InPlaceOptimizer, fused_fp8_adamw
 from coat_jax.storage import Storage
 from coat_jax.training.config import EvaluationConfig, OptimizerConfig, TrainConfig
-from coat_jax.training.optimizer import decay_mask, make_optimizer
-from coat_jax.training.schedule import learning_rate
+from coat_jax.training.optimizer import decay_mask, learning_rate, make_optimizer
 from experiments.loss_study import operands
 from experiments.loss_study.muon import Muon, muon
 from experiments.study.study import setting

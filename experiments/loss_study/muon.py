@@ -14,7 +14,7 @@ import optax
 from coat_jax.optax import InPlaceOptimizer, fp8_muon, hidden_matrices, in_place
 from coat_jax.storage import Storage
 from coat_jax.training.config import TrainConfig
-from coat_jax.training.schedule import learning_rate
+from coat_jax.training.optimizer import learning_rate
 
 RMS = 0.2  # of an update, about that of AdamW's
 

@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int32, UInt16
 
-from coat_jax.training.cluster.batches import place
+from coat_jax.training.cluster.mesh import place
 from coat_jax.training.data import Batch
 from experiments.loss_study import text as texts
 from experiments.loss_study.arm import Settings

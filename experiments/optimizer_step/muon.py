@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 import coat_jax as coat
 from coat_jax.optax import InPlaceOptimizer, state_shardings
-from coat_jax.training.cluster.communication import communication_options, use_one_queue
 from coat_jax.training.cluster.mesh import make_mesh
+from coat_jax.training.compiler_options import COMMUNICATION, use_one_queue
 from coat_jax.training.config import MeshConfig
 from experiments.optimizer_step.cases import ITERATIONS, PRODUCTS, Case, matrices
 from experiments.optimizer_step.in_jax import Steps, chained
@@ -68,7 +68,7 @@ def measure(steps: Steps, shapes: Matrices) -> dict[str, Any]:
         optimizer.step,
         donate_argnums=(0, 2),
         out_shardings=(by_rows, shardings),
-        compiler_options=communication_options(mesh),
+        compiler_options=COMMUNICATION if mesh.size > 1 else {},
     )
 
     def random(seed: int, scale: float) -> Any:

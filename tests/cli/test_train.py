@@ -12,7 +12,7 @@ from coat_jax import cli, nvidia, writing
 from coat_jax.cli.train import STOPPED
 from coat_jax.errors import UserError
 from coat_jax.training import loop
-from coat_jax.training.cluster.communication import QUEUES
+from coat_jax.training.compiler_options import QUEUES
 from coat_jax.training.config_files import SHIPPED, load_config
 from coat_jax.training.report.recorder import Diverged
 
@@ -38,9 +38,9 @@ def train(tmp_path, capsys, monkeypatch):
     [
         ("nothing.py", "There is no config file 'nothing.py'"),
         (":bf16", "There is no config file ':bf16'"),
-        (f"{ROOT}/docs", f"init_from={f'{ROOT}/docs'!r}."),
-        ("--total_steps 3", "before the settings, as in coat train llama_tiny --total_steps."),
-        ("--print-config", "`coat train` alone lists those of the package"),
+        (f"{ROOT}/docs", "docs is a folder: name the config file itself"),
+        ("--total_steps 3", "There is no config file '--total_steps'"),
+        ("--print-config", "`coat train` alone lists those that come with the package"),
         ("TINY --total_stepz 3", "Did you mean --total_steps?"),
         ("TINY --cache=", "cache='' names no folder"),
         ("TINY --mesh.data 3 --mesh.fsdp 1", "needs 3 devices, and JAX finds 8"),

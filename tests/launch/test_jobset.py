@@ -5,7 +5,7 @@ import yaml
 from processes import ROOT
 
 from coat_jax.cli.train import STOPPED
-from coat_jax.training.cluster.distributed import ProcessPlace, find_place
+from coat_jax.training.cluster.distributed import find_place
 from coat_jax.training.config_files import SHIPPED
 
 
@@ -47,7 +47,8 @@ def test_pods_find_each_other(jobset, job, container):
     coordinator = f"{name}-{of_job}-0-0.{name}:{port}"
     for process in range(job["completions"]):
         place = find_place(variables | {"JAX_PROCESS_ID": str(process)})
-        assert place == ProcessPlace("deactivate", coordinator, job["parallelism"], process, None)
+        wanted = (coordinator, job["parallelism"], process, [], "deactivate")
+        assert tuple(place.values()) == wanted
     assert jobset["spec"]["network"]["enableDNSHostnames"] is True
 
 

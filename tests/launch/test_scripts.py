@@ -15,7 +15,7 @@ from jax._src.clusters import ClusterEnv
 from processes import ROOT, SECONDS, environment, free_port, line
 
 from coat_jax.cli.train import STOPPED
-from coat_jax.training.cluster.distributed import ProcessPlace, find_place
+from coat_jax.training.cluster.distributed import find_place
 
 LAUNCH = ROOT / "launch"
 SCRIPTS = ["slurm.sbatch", "mpirun.sh", "ssh.sh"]
@@ -104,7 +104,7 @@ def assert_both_start(process, launcher, coordinator):
     assert [line(process, "started") for _ in range(2)] == ["started"] * 2
     given = [path.read_text().splitlines() for path in process.notes.glob("given.*")]
     assert given == [["train", *ARGUMENTS]] * 2
-    assert places(process) == [ProcessPlace(launcher, coordinator, 2, i, None) for i in (0, 1)]
+    assert places(process) == [(coordinator, 2, i, [], launcher) for i in (0, 1)]
 
 
 def places(process):
@@ -112,8 +112,9 @@ def places(process):
     found = []
     for path in process.notes.glob("variables.*"):
         pairs = (line.partition("=") for line in path.read_text().splitlines())
-        found.append(find_place({name: value for name, _, value in pairs}))
-    return sorted(found, key=lambda place: place.process)
+        place = find_place({name: value for name, _, value in pairs})
+        found.append(tuple(place.values()))
+    return sorted(found)
 
 
 def stop_one(process):

@@ -32,7 +32,7 @@ def compiled(monkeypatch):
     """The configs that are compiled; a config stands in for its program."""
     configs = []
 
-    def compile_(setup, console, what, example):
+    def compile_(setup, console, what):
         configs.append(setup.config)
         return setup.config
 
@@ -76,8 +76,9 @@ def test_the_state_goes_from_one_program_to_the_other():
 def test_a_share_of_the_run_is_so_many_steps_and_not_more_than_all():
     config = dataclasses.replace(CONFIG, bf16_steps=0.25, total_steps=40)
     assert config.steps_in_bf16 == 10
-    assert override(config, ["--bf16_steps", "7"]).steps_in_bf16 == 7
-    for steps in (5, -1, 1.5, True):
+    for given, steps in (("7", 7), ("50", 40)):
+        assert override(config, ["--bf16_steps", given]).steps_in_bf16 == steps
+    for steps in (-1, 1.5, True):
         with pytest.raises(UserError, match=rf"bf16_steps={steps}"):
             dataclasses.replace(CONFIG, bf16_steps=steps)
 

@@ -86,7 +86,7 @@ def test_only_transformations_are_accepted(changes, message):
         OptimizerConfig(**changes)
 
 
-FOLLOWED = {"learning_rate": 1e-3, "schedule": "wsd", "warmup_steps": 10, "decay_steps": 10}
+FOLLOWED = {"learning_rate": 1e-3, "schedule": "wsd", "warmup_steps": 10}
 
 
 @pytest.mark.parametrize(("name", "value"), (FOLLOWED | {"final_ratio": 0.5}).items())
@@ -97,7 +97,7 @@ def test_a_schedule_that_the_transformation_does_not_follow_is_refused(name, val
 
 
 def test_decay_steps_count_for_wsd_only_and_shares_may_be_rounded_up():
-    small(optimizer={"schedule": "cosine", "warmup_steps": 9, "decay_steps": 100})
+    small(total_steps=3, optimizer={"schedule": "cosine", "warmup_steps": 0.9})
     small(total_steps=3, optimizer={"schedule": "wsd", "warmup_steps": 0.5, "decay_steps": 0.5})
 
 

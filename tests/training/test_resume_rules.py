@@ -75,14 +75,10 @@ def test_what_a_run_began_from_cannot_change_once_there_is_a_checkpoint():
     assert line.startswith("init_from was None, now ")
 
 
-def test_a_named_optimizer_and_a_transformation_are_other_runs():
-    """Another transformation is reported: it may be the same under another name."""
+def test_another_transformation_is_reported():
+    """It may be the same under another name; if not, the arrays of its state are others."""
     before = dataclasses.replace(SMALL, optimizer=lion)
     assert changes(before, saved(before)) == []
-    with pytest.raises(UserError, match=r"optimizer\.transformation was None, now '.*lion'"):
-        changes(before, saved(SMALL))
-    with pytest.raises(UserError, match=r"optimizer\.transformation was '.*lion', now None"):
-        changes(SMALL, saved(before))
     (line,) = changes(dataclasses.replace(SMALL, optimizer=optax.adan), saved(before))
     assert re.fullmatch("optimizer.transformation was '.*lion', now '.*adan'", line)
 

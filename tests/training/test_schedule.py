@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from coat_jax.training.config import OptimizerConfig
-from coat_jax.training.schedule import learning_rate
+from coat_jax.training.optimizer import learning_rate
 
 STEPS, PEAK = 100, 2e-3
 NAMES = ("cosine", "linear", "wsd", "constant")

@@ -17,7 +17,7 @@ from train_cases import mesh_of, small
 from coat_jax import models
 from coat_jax.training import resume_rules
 from coat_jax.training.checkpoint import Checkpoints, weights
-from coat_jax.training.cluster.batches import open_data
+from coat_jax.training.cluster.mesh import open_data
 from coat_jax.training.setup import prepare, require_same_model
 
 CONFIG = small(model={"layers": 1}, optimizer={"name": "adamw"})

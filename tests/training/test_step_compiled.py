@@ -191,7 +191,7 @@ def test_a_step_copies_no_state_and_telemetry_takes_no_more_memory(monkeypatch):
     config = dataclasses.replace(config, telemetry=TelemetryConfig(every=100))
     mesh = hopper_mesh((4, 1, 1), NAMES)
     monkeypatch.setattr(telemetry, "compiler_options", lambda config, mesh: OPTIONS)
-    _, _, _, graph, state = prepare(config, mesh)
+    _, _, _, graph, state, _ = prepare(config, mesh)
     program = telemetry.Telemetry(config, graph, state, mesh)._tensors
     # Of a layer: norms, activation, rotation and casts, forward and backward.
     assert kernel_calls(program) >= 12

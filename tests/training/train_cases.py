@@ -11,8 +11,7 @@ import numpy as np
 import quick
 from small_model import SMALL as MODEL
 
-from coat_jax.training.cluster.batches import place
-from coat_jax.training.cluster.mesh import everywhere, make_mesh, require_fitting
+from coat_jax.training.cluster.mesh import everywhere, make_mesh, place, require_fitting
 from coat_jax.training.config import (
     CheckpointConfig,
     EvaluationConfig,
@@ -83,7 +82,8 @@ class Stepper:
         params = jax.tree.map(draw, self.abstract.params)
         step, skipped = (jax.device_put(jnp.int32(0), everywhere(self.mesh)) for _ in range(2))
         with jax.set_mesh(self.mesh):  # as in the trainer
-            return State(step, params, self.init(params), skipped)
+            norm = jax.tree.map(lambda _: step * jnp.nan, self.abstract.gradient_norm)
+            return State(step, params, self.init(params), skipped, norm)
 
     def place(self, batch: Batch) -> Any:
         microbatches = self.config.gradient_accumulation_steps

@@ -6,7 +6,6 @@ resume_state    what a checkpoint stores besides the state
 weights         the parameters without the rest of the state
 conversion      to Hugging Face folders, balanced or in 8 bits
 tokenizer_files the small files beside weights: tokenizer, generation settings
-orbax_saving    saves with orbax: failures that leave no files
 
 The checksums of a folder's files are written and compared by `coat_jax.manifest`.
 """

@@ -15,8 +15,12 @@ one decides and the others follow.
 
 import contextlib
 import json
+import logging
 import math
+import os
 import shutil
+import time
+import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,6 +35,7 @@ from coat_jax.files import expand_user
 from coat_jax.manifest import DamagedCheckpoint
 from coat_jax.multihost import is_main, run_on_main
 from coat_jax.optax.states.checkpoint import (
+    LiteralPath,
     read_state,
     require_storable,
     require_stored_like,
@@ -42,6 +47,7 @@ from coat_jax.validation import Count, CountOrZero, require
 from coat_jax.writing import require_space, write_failures
 
 STATE = "state"
+QUIET, PATIENCE = 0.2, 10.0  # seconds
 
 
 class Restored(NamedTuple):
@@ -59,7 +65,7 @@ class Checkpoints:
         folder: holds a folder for each; made when the first is saved.
         keep: how many of the newest stay.
         keep_best: how many of those with the lowest loss stay; they may be among the newest.
-        note: called on the first process with what was ignored or will be removed.
+        note: called on the first process with what is damaged or cannot be removed.
     """
 
     def __init__(
@@ -103,21 +109,24 @@ class Checkpoints:
 
         Raises:
             DiskFull: if there is no room for the state, or was none for the state before.
-            UserError: if the folder holds checkpoints, and none of them was restored.
+            UserError: if the folder holds checkpoints, and none of them, or a later one than this
+                step, was restored.
         """
         self.wait()
         if step != self._current:
             record = json.dumps({"step": step, "loss": loss, "extra": extra})
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
             if self._orbax is None:
-                # Here, so that orbax is imported only if something is saved.
-                from coat_jax.training.checkpoint.orbax_saving import Checkpointer
+                import orbax.checkpoint as ocp
 
-                self._orbax = Checkpointer()
+                for name in ("absl", "asyncio"):
+                    logging.getLogger(name).addFilter(_is_no_error_of_orbax)
+                self._orbax = ocp.StandardCheckpointer()
             with write_failures(self.folder, _name(step), size):
                 run_on_main(lambda: self._prepare(step, size))
                 # In the background, while steps go on and overwrite what is in host memory.
-                self._orbax.save(self._folders.temporary(step) / STATE, storable(state))
+                folder = LiteralPath(self._folders.temporary(step) / STATE)
+                self._orbax.save(folder, storable(state))
             self._writing = step, self._background.submit(self._complete, step, record, size)
         if wait:
             self.wait()
@@ -161,12 +170,6 @@ class Checkpoints:
             require_stored_like(self._folders.folder(self._checked) / STATE, like)
         return self._checked
 
-    def prune(self) -> None:
-        """Removes what is not worth keeping, as `save` does: a killed run may leave too many."""
-        self.wait()
-        if (newest := self._current) is not None:
-            run_on_main(lambda: self._prune(newest))
-
     def steps(self) -> list[int]:
         """The steps that were saved completely, oldest first, without a check for damage."""
         self.wait()
@@ -197,23 +200,14 @@ class Checkpoints:
     def _prepare(self, step: int, size: int) -> None:
         """On the first process: makes the folder to write in; raises if nothing may be saved."""
         present = self._folders.steps()
-        if self._current is None and present:
+        if present and (self._current is None or step < self._current):
             raise UserError(
-                f"{self.folder} holds checkpoints of the steps {present}, which this run does not "
-                "continue. Restore one first, or choose another folder."
+                f"Step {step} cannot be saved: {self.folder} holds checkpoints of the steps "
+                f"{present}. Restore the one to continue from first, or choose another folder."
             )
-        if self._current is not None and step < self._current:
-            raise ValueError(
-                f"Step {step} cannot be saved after step {self._current}. Restore an older "
-                "checkpoint first to go back."
-            )
-        if later := [other for other in present if other >= step]:
-            self._note(
-                f"The checkpoints of the steps {later} in {self.folder} belong to an abandoned "
-                f"branch. They are removed when step {step} has been saved."
-            )
-        for path in self._folders.clear():
-            self._note(f"{path} could not be removed. Remove it by hand.")
+        if self._current is not None:
+            self._prune(self._current)  # a killed run may have left too many
+        self._folders.clear()
         require_space(self.folder, _name(step), size)
         self._folders.temporary(step).mkdir()
 
@@ -229,6 +223,7 @@ class Checkpoints:
                 writing.write_durably(folder / RECORD, record)
                 self._folders.finish(step)
             except BaseException:
+                wait_until_quiet(folder)
                 if is_main():
                     shutil.rmtree(folder, ignore_errors=True)
                 raise
@@ -255,6 +250,28 @@ def steps_to_keep(losses: Mapping[int, float | None], keep: int, keep_best: int)
     known = [(loss, -step) for step, loss in losses.items() if loss is not None]
     best = sorted(pair for pair in known if math.isfinite(pair[0]))[:keep_best]
     return {*sorted(losses)[-keep:], *(-negated for _, negated in best)}
+
+
+def wait_until_quiet(folder: Path) -> None:
+    """Returns when no file has appeared in a folder for QUIET seconds, or after PATIENCE.
+
+    Orbax raises the error of the first array that it could not write, while others are still being
+    written: their files would appear in a folder that has been removed.
+    """
+    deadline = time.monotonic() + PATIENCE
+    before, now = None, list(os.walk(folder))
+    while now != before and time.monotonic() < deadline:
+        time.sleep(QUIET)
+        before, now = now, list(os.walk(folder))
+
+
+def _is_no_error_of_orbax(record: logging.LogRecord) -> bool:
+    """A filter: orbax, and asyncio for its tasks, log with tracebacks what orbax also raises."""
+    if record.levelno < logging.ERROR:
+        return True
+    error = record.exc_info[2] if record.exc_info else None
+    files = [record.pathname, *(frame.filename for frame in traceback.extract_tb(error))]
+    return not any("orbax" in Path(file).parts for file in files)
 
 
 def _name(step: int) -> str:

@@ -97,7 +97,7 @@ def convert(
         return lazy_arrays.load(config, parameters)
 
     failures = write_failures(new.parent, "The model", total)
-    with atomic_folder(new, COMMAND) as folder, failures:
+    with atomic_folder(new) as folder, failures:
         schemes, ranges = {}, None
         if balance_on:
             seen = observe(load(), _batches(balance_on, config.context))

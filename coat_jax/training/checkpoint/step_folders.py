@@ -8,8 +8,8 @@ Renaming is atomic, so a process may be killed at any moment. What it leaves beh
 removed when the next folder is begun, not before: a process that only reads the checkpoints of a
 running run must not remove what the run is writing.
 
-Everything else in `root` is ignored: files, empty folders, and names that are not a step as Python
-writes it (007). A link to a folder is a step; removing it removes the link.
+Everything else in `root` is ignored: files, and names that are not a step as Python writes it
+(007). A link to a folder is a step; removing it removes the link.
 """
 
 import contextlib
@@ -33,21 +33,24 @@ class StepFolders:
     """The folders in `root`, which is made when the first of them is begun."""
 
     def __init__(self, root: Path):
-        if any(0xD800 <= ord(character) < 0xE000 for character in str(root.absolute())):
+        try:
+            str(root.absolute()).encode()
+        except UnicodeEncodeError:
             raise UserError(
                 f"{root.absolute()} has a name that is not UTF-8, and checkpoints need one that "
                 "is: choose another folder, or rename this one."
+            ) from None
+        if os.path.lexists(root) and not root.is_dir():  # a run must not begin anew for that
+            raise UserError(
+                f"{root} is a file, or links to what is not there, and checkpoints need a folder. "
+                "Is a disk missing?"
             )
-        if root.is_symlink() and not root.exists():  # a run must not begin anew for that
-            raise UserError(f"{root} links to what is not there. Is a disk missing?")
-        if root.exists() and not root.is_dir():
-            raise UserError(f"{root} is a file, where checkpoints need a folder.")
         self.root = root
 
     def steps(self) -> list[int]:
         """The steps whose folders were finished, oldest first."""
         paths = self.root.iterdir() if self.root.exists() else ()
-        return sorted(int(p.name) for p in paths if _is_step(p.name) and _holds_something(p))
+        return sorted(int(path.name) for path in paths if _is_step(path.name) and path.is_dir())
 
     def folder(self, step: int) -> Path:
         """The folder of a step; raises if there is none."""
@@ -57,19 +60,12 @@ class StepFolders:
             )
         return self.root / str(step)
 
-    def clear(self) -> list[Path]:
-        """Makes the root, or removes from it what killed processes have left behind.
-
-        Returns:
-            What could not be removed.
-        """
+    def clear(self) -> None:
+        """Makes the root, or removes from it what killed processes have left behind."""
         self.root.mkdir(parents=True, exist_ok=True)
-        left_over = [
-            path
-            for path in self.root.iterdir()
-            if path.suffix in (UNFINISHED, DELETED) and _is_step(path.stem)
-        ]
-        return [path for path in left_over if not _delete(path)]
+        for path in self.root.iterdir():
+            if path.suffix in (UNFINISHED, DELETED) and _is_step(path.stem):
+                _delete(path)
 
     def temporary(self, step: int) -> Path:
         """Where a step is written."""
@@ -91,7 +87,7 @@ class StepFolders:
         doomed = self.root / f"{step}{DELETED}"
         _delete(doomed)
         (self.root / str(step)).rename(doomed)
-        _delete(doomed)  # if not, `clear` tries again
+        _delete(doomed)  # if that fails, `clear` tries again
 
     def record(self, step: int) -> dict[str, Any]:
         """A step's record.json: the step, its held-out loss and what was saved beside the state.
@@ -126,13 +122,10 @@ class StepFolders:
                 self.check(step)
             except DamagedCheckpoint as error:
                 wrong.append(str(error))
-                continue
-            for path in sorted(self.root.glob(f"*{UNFINISHED}")):
-                if _is_step(path.stem):
-                    note(f"{path} is a save that was not finished. It is ignored.")
-            for text in wrong:
-                note(f"{text} Using step {step} instead.")
-            return step
+            else:
+                for text in wrong:
+                    note(f"{text} Using step {step} instead.")
+                return step
         if wrong:
             raise DamagedCheckpoint(" ".join(wrong) + " No checkpoint is intact.")
         raise UserError(f"There is no checkpoint in {self.root}.")
@@ -142,20 +135,8 @@ def _is_step(name: str) -> bool:
     return name.isascii() and name.isdecimal() and str(int(name)) == name
 
 
-def _holds_something(folder: Path) -> bool:
-    try:
-        return folder.is_dir() and any(folder.iterdir())
-    except OSError:  # removed meanwhile, or unreadable: then checking it reports what is wrong
-        return folder.exists()
-
-
-def _delete(path: Path) -> bool:
-    """Deletes a file, a link or a whole folder, if there is one; returns whether it is gone."""
-    try:
-        if path.is_symlink() or not path.is_dir():
-            path.unlink(missing_ok=True)
-        else:
-            shutil.rmtree(path)
-    except OSError:
-        return False
-    return True
+def _delete(path: Path) -> None:
+    """Deletes a file, a link or a whole folder, if there is one and it can be."""
+    shutil.rmtree(path, ignore_errors=True)  # follows no link
+    with contextlib.suppress(OSError):
+        path.unlink()

@@ -4,7 +4,6 @@ A checkpoint stores each array in chunks. One chunk at a time is in memory, so a
 than memory. Files are checked before they are read: see `coat_jax.manifest`.
 """
 
-import json
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -31,8 +30,7 @@ from coat_jax.training.families import family_of, hf_of
 
 CONFIG, CHECKPOINTS = "config.json", "checkpoints"
 PARAMETERS, VALUE = ("params",), "value"  # the first parts and the last of the arrays' names
-# Where a state has corrections, see `CorrectedState`; the second with released gradients.
-CORRECTIONS = ("moments", "corrections"), ("moments", "inner", "corrections")
+CORRECTIONS = ("moments", "corrections")  # see `CorrectedState`
 
 
 # --- Configs ---------------------------------------------------------------------------------
@@ -44,7 +42,10 @@ def read_config_json(folder: str | Path) -> dict[str, Any]:
     That of a run is read from its newest checkpoint, which has a checksum of it.
     """
     path = expand_user(folder) / CONFIG
-    config_json = config_in_checkpoint(path.parent)
+    record = None
+    if (path.parent / CHECKPOINTS).is_dir():
+        record = _checkpoints_of(path.parent).newest_record()
+    config_json: dict[str, Any] | None = None if record is None else record["extra"].get("config")
     if config_json is None and not os.path.lexists(path):
         there = "no config.json in it" if path.parent.is_dir() else "no such folder"
         raise UserError(
@@ -56,23 +57,6 @@ def read_config_json(folder: str | Path) -> dict[str, Any]:
             f"{path} has neither the `model` of a run nor the `architectures` of Hugging Face."
         )
     return config_json
-
-
-def object_in(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None if it holds nothing of that kind."""
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def config_in_checkpoint(folder: Path) -> dict[str, Any] | None:
-    """The config that the newest checkpoint of a run was saved with, if it has one."""
-    if not (folder / CHECKPOINTS).is_dir():
-        return None
-    record = _checkpoints_of(folder).newest_record()
-    return None if record is None else record["extra"].get("config")
 
 
 def is_run(config_json: Mapping[str, Any]) -> bool:
@@ -166,7 +150,7 @@ def parameters_of(
     leaves = flatten_dict(metadata.tree)
     # Orbax sorts the numbers of layers as text.
     for keys in sorted(leaves, key=lambda keys: [int(k) if k.isdecimal() else -1 for k in keys]):
-        for above in (PARAMETERS, *CORRECTIONS):
+        for above in (PARAMETERS, CORRECTIONS):
             if keys[: len(above)] == above and keys[-1] == VALUE:
                 name = tuple(int(k) if k.isdecimal() else k for k in keys[len(above) : -1])
                 found = parameters if above == PARAMETERS else corrections

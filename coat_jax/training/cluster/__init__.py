@@ -2,7 +2,5 @@
 
 distributed      processes find each other
 stop             signals after which all processes stop, at the same step
-mesh             devices as axes data, fsdp and tensor, and the sharding of arrays over them
-batches          from each process's rows to one array over the mesh
-communication    options of XLA and CUDA, with which collectives run while layers compute
+mesh             devices as axes data, fsdp and tensor; shardings, and batches
 """

@@ -19,7 +19,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any
 
 import jax
 
@@ -28,16 +28,14 @@ from coat_jax.errors import UserError
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
 COUNT, INDEX = "JAX_PROCESS_COUNT", "JAX_PROCESS_ID"
 DEVICES = "JAX_LOCAL_DEVICE_IDS"
-
-
-class ProcessPlace(NamedTuple):
-    """The place of a process in the run that it belongs to."""
-
-    launcher: str  # JAX's name; "deactivate" if the variables above say everything
-    coordinator: str | None  # HOST:PORT of process 0; None where JAX can ask the launcher
-    processes: int
-    process: int
-    rank_on_node: int | None  # None if it is the only process of its node
+# By JAX's names, of which "deactivate" asks no launcher: the number of processes and that of this
+# one; the number of those on this node, or of nodes; and the rank on the node. Those of SLURM are
+# there within srun only, not in its batch script. mpirun starts its daemons with srun: it is first.
+LAUNCHERS = {
+    "deactivate": (COUNT, INDEX),
+    "ompi": tuple(f"OMPI_COMM_WORLD_{n}" for n in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")),
+    "slurm": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NUM_NODES", "SLURM_LOCALID"),
+}
 
 
 def start(*, timeout: int = 300) -> None:
@@ -48,85 +46,71 @@ def start(*, timeout: int = 300) -> None:
             coordinator's address, or GPUs are chosen in a way that JAX ignores.
     """
     place = find_place(os.environ)
-    if place is None or place.processes == 1:
+    if place is None or place["num_processes"] == 1:
         if DEVICES in os.environ:  # JAX would use all
             raise UserError(
                 f"{DEVICES} is set, and JAX reads it only where several processes train together. "
                 "For one process set CUDA_VISIBLE_DEVICES instead."
             )
         return
+    address, process = place["coordinator_address"], place["process_id"]
     # JAX aborts a process if the others do not join: this line then explains why.
     print(
-        f"process {place.process} of {place.processes}: waits up to {timeout} s for all to join "
-        f"at {place.coordinator or 'the address of the launcher'}",
+        f"process {process} of {place['num_processes']}: waits up to {timeout} s for all to join "
+        f"at {address or 'the address of the launcher'}",
         file=sys.stderr,
         flush=True,
     )
-    if place.coordinator and place.process > 0:
-        _require_answer(place.coordinator, timeout)
-    jax.distributed.initialize(
-        place.coordinator,
-        place.processes,
-        place.process,
-        local_device_ids=_local_devices(place, os.environ),
-        cluster_detection_method=place.launcher,
-        initialization_timeout=timeout,
-    )
+    if address and process > 0:
+        _require_answer(address, timeout)
+    jax.distributed.initialize(**place, initialization_timeout=timeout)
 
 
-def find_place(variables: Mapping[str, str]) -> ProcessPlace | None:
-    """Reads the launcher's variables; None where nothing launched this process.
+def find_place(variables: Mapping[str, str]) -> dict[str, Any] | None:
+    """Reads the launcher's variables; returns arguments of `jax.distributed.initialize`.
+
+    None where nothing launched this process.
 
     Raises:
         UserError: if some are missing.
     """
-
-    def number(name: str) -> int:
-        text = variables.get(name, "")
-        if not text.isdecimal():
+    address = variables.get(ADDRESS)
+    launcher = next((name for name, names in LAUNCHERS.items() if names[0] in variables), None)
+    if launcher is None:
+        if address or INDEX in variables:
+            raise UserError(f"Set {ADDRESS}, {COUNT} and {INDEX} together, or none of them.")
+        return None
+    for name in LAUNCHERS[launcher]:
+        if not (text := variables.get(name, "")).isdecimal():
             raise UserError(
                 f"{name} is {text!r}, not a whole number: set it, if the launcher does not."
             )
-        return int(text)
-
-    coordinator, rank = variables.get(ADDRESS), None
-    knows_host = False  # whether JAX can ask the launcher for the host of process 0
-    if COUNT in variables or INDEX in variables:
-        launcher, processes, process = "deactivate", number(COUNT), number(INDEX)
-    elif "OMPI_COMM_WORLD_SIZE" in variables:
-        launcher = "ompi"
-        processes, process = number("OMPI_COMM_WORLD_SIZE"), number("OMPI_COMM_WORLD_RANK")
-        if number("OMPI_COMM_WORLD_LOCAL_SIZE") > 1:
-            rank = number("OMPI_COMM_WORLD_LOCAL_RANK")
-        knows_host = "OMPI_MCA_orte_hnp_uri" in variables  # of Open MPI 4; 5 has none
-    elif "SLURM_STEP_NUM_TASKS" in variables:  # within srun; a batch script alone has no step
-        launcher, knows_host = "slurm", True
-        processes, process = number("SLURM_STEP_NUM_TASKS"), number("SLURM_PROCID")
-        if processes > number("SLURM_STEP_NUM_NODES"):
-            rank = number("SLURM_LOCALID")
-    elif coordinator:
-        raise UserError(f"{ADDRESS} is set, but not {COUNT} and {INDEX}: set all three, or none.")
-    else:
-        return None
+    processes, process, *node = (int(variables[name]) for name in LAUNCHERS[launcher])
     if process >= processes:
         raise UserError(
             f"The last of {processes} processes is number {processes - 1}, not {process}."
         )
-    if not coordinator and processes > 1 and not knows_host:
+    if address and not address.rpartition(":")[2].isdecimal():
+        raise UserError(f"{ADDRESS}={address!r} has no port: write HOST:PORT.")
+    # Whether JAX can ask the launcher for the host of process 0: Open MPI 5 does not know it.
+    known = launcher == "slurm" or (launcher == "ompi" and "OMPI_MCA_orte_hnp_uri" in variables)
+    if processes > 1 and not address and not known:
         raise UserError(
             f"{processes} processes, but no {ADDRESS}: set it to HOST:PORT of process 0."
         )
-    if coordinator and not coordinator.rpartition(":")[2].isdecimal():
-        raise UserError(f"{ADDRESS}={coordinator!r} has no port: write HOST:PORT.")
-    return ProcessPlace(launcher, coordinator, processes, process, rank)
-
-
-def _local_devices(place: ProcessPlace, variables: Mapping[str, str]) -> list[int] | None:
-    """Returns the GPUs that a process takes, as indices of those it sees; [] means all."""
+    devices: list[int] | None = []  # all that it sees
     if DEVICES in variables:
-        return None  # JAX reads it
-    sees_one = "," not in variables.get("CUDA_VISIBLE_DEVICES", ",")  # srun --gpus-per-task=1
-    return [] if place.rank_on_node is None or sees_one else [place.rank_on_node]
+        devices = None  # JAX reads it
+    elif node and "," in variables.get("CUDA_VISIBLE_DEVICES", ","):  # not srun --gpus-per-task=1
+        alone = node[0] == (1 if launcher == "ompi" else processes)
+        devices = [] if alone else [node[1]]
+    return {
+        "coordinator_address": address,
+        "num_processes": processes,
+        "process_id": process,
+        "local_device_ids": devices,
+        "cluster_detection_method": launcher,
+    }
 
 
 def _require_answer(address: str, timeout: int) -> None:

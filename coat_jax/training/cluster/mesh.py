@@ -1,12 +1,13 @@
 """The devices of a run as a mesh with the axes data, fsdp and tensor, and what is sharded how.
 
 parameters    sharded along fsdp and tensor, as their modules say
-batches       their rows along data and fsdp
+batches       [rows of this process, ...] -> [accumulation, rows of all, ...], along data and fsdp
 the rest      replicated
 """
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -15,6 +16,9 @@ from coat_jax.errors import UserError
 from coat_jax.printable import amount
 from coat_jax.training.config import MeshConfig, TrainConfig
 from coat_jax.training.config.run import BATCH_AXES
+from coat_jax.training.data import Loader
+from coat_jax.training.data.sources import Split
+from coat_jax.training.families import family_of
 
 NAMES = ("data", "fsdp", "tensor")
 
@@ -82,3 +86,41 @@ def share_of_process(mesh: Mesh) -> tuple[int, int]:
 
 def _is_here(device: jax.Device) -> bool:
     return bool(device.process_index == jax.process_index())
+
+
+def open_data(config: TrainConfig, mesh: Mesh, split: Split) -> Loader:
+    """Opens the rows that this process loads; held-out ones do not depend on the seed."""
+    part, parts = share_of_process(mesh)
+    seed = config.seed if split == "train" else 0
+    open_rows = family_of(config.model).rows
+    return Loader(
+        open_rows(config.model, config.data, split, config.sequence_length, seed),
+        batch=config.global_batch_size,
+        seed=seed,
+        process=part,
+        processes=parts,
+        epochs=None if split == "train" else 1,
+    )
+
+
+def place(batch: Any, mesh: Mesh, *, microbatches: int) -> Any:
+    """Returns a batch on the mesh, divided into microbatches."""
+    return jax.tree.map(
+        lambda rows: jax.make_array_from_process_local_data(
+            batch_sharding(mesh), rows.reshape(microbatches, -1, *rows.shape[1:])
+        ),
+        batch,
+    )
+
+
+def abstract_batch(config: TrainConfig, mesh: Mesh, example: Any = None) -> Any:
+    """Returns the shapes of a placed batch of rows like `example`, by default the family's."""
+    if example is None:
+        example = family_of(config.model).example(config.model, config.sequence_length)
+    rows = config.gradient_accumulation_steps, config.microbatch
+    return jax.tree.map(
+        lambda row: jax.ShapeDtypeStruct(
+            (*rows, *row.shape), row.dtype, sharding=batch_sharding(mesh)
+        ),
+        example,
+    )

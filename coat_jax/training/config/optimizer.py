@@ -1,7 +1,7 @@
 """How a run is optimized: AdamW in 8 bits or FP32, or any transformation of optax."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeAlias, TypeGuard
 
 import optax
@@ -101,13 +101,31 @@ class OptimizerConfig:
                 "transformation nor a function that makes one from a schedule, as in lambda "
                 "schedule: optax.lion(schedule)."
             )
-        fields = dataclasses.fields(self)
-        changed = [field.name for field in fields if getattr(self, field.name) != field.default]
-        unusable = self._unused()
+        # A field that is not at its default must have an effect beside the others.
+        unused: dict[str, str] = {}
+        if self.schedule != "wsd":
+            unused["decay_steps"] = f'is for schedule="wsd", and this one is {self.schedule!r}'
+        if self.name == "adamw":
+            unused["moments"] = 'is for name="fp8_adamw": the moments of "adamw" are in FP32'
         if self.transformation is not None:
+            reason = "is a setting of the named optimizers: give it to the transformation instead"
+            unused |= dict.fromkeys(OF_ADAMW, reason)
             reason = "steps some parameters at a time, and a transformation may need all at once"
-            unusable |= dict.fromkeys(IN_PARTS, reason)
-        self._require_none(changed, unusable)
+            unused |= dict.fromkeys(IN_PARTS, reason)
+        if not self.follows_schedule:
+            reason = (
+                "is a setting of the schedule, and this transformation has a learning rate of its "
+                "own: let a function make it from the schedule, as in lambda schedule: "
+                "optax.lion(schedule)"
+            )
+            unused |= dict.fromkeys(OF_SCHEDULE, reason)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != field.default and field.name in unused:
+                raise UserError(
+                    f"optimizer.{field.name}={value!r} {unused[field.name]}. Leave it at "
+                    f"{field.default!r}."
+                )
         # `coat.optax` checks the same in the words of its own arguments.
         as_directions = self.name == "fp8_adamw" and self.moments == "directions"
         if self.transformation is None and as_directions and self.b2 < least_b2(self.b1):
@@ -117,31 +135,6 @@ class OptimizerConfig:
                 "moment relative to the root of the second, which would decay too fast. Raise b2, "
                 'lower b1, or set moments to "expanded".'
             )
-
-    def require_used(self, names: Collection[str]) -> None:
-        """Raises if a field among these has no effect beside the others."""
-        unused = self._unused()
-        if self.transformation is None and self.name == "adamw":
-            unused["moments"] = 'is for name="fp8_adamw": the moments of "adamw" are in FP32'
-        if self.follows_schedule and self.schedule != "wsd":
-            unused["decay_steps"] = f'is for schedule="wsd", and this one is {self.schedule!r}'
-        self._require_none(names, unused)
-
-    def _require_none(self, names: Collection[str], unused: Mapping[str, str]) -> None:
-        for name in unused:
-            if name in names:
-                given = f"optimizer.{name}={getattr(self, name)!r}"
-                raise UserError(f"{given} {unused[name]}. Leave it out.")
-
-    def _unused(self) -> dict[str, str]:
-        """Returns the fields that a transformation leaves without effect, and why."""
-        of_adamw = "is a setting of the named optimizers: give it to the transformation instead"
-        of_schedule = (
-            "is a setting of the schedule, and this transformation has a learning rate of its own: "
-            "let a function make it from the schedule, as in lambda schedule: optax.lion(schedule)"
-        )
-        replaced = {} if self.transformation is None else dict.fromkeys(OF_ADAMW, of_adamw)
-        return replaced | ({} if self.follows_schedule else dict.fromkeys(OF_SCHEDULE, of_schedule))
 
     @property
     def follows_schedule(self) -> bool:

@@ -76,7 +76,8 @@ class TrainConfig:
         metrics: more quantities to log, by name: functions of a `step.FinishedStep`, which has
             parameters, gradients and moments; only in a config file.
         writers: where metrics are written besides metrics.jsonl: "tensorboard", "wandb".
-        cache: the folder of JAX's compilation cache; None for none.
+        cache: the folder of JAX's compilation cache, unless JAX_COMPILATION_CACHE_DIR names
+            another; None for none.
     """
 
     model: ModelConfig
@@ -111,11 +112,6 @@ class TrainConfig:
             raise UserError(f"data={brief(self.data)} must be a {data.__name__}.")
         require_fields(self)
         self.optimizer.require_fitting(self.total_steps)
-        if self.steps_in_bf16 > self.total_steps:
-            raise UserError(
-                f"bf16_steps={self.bf16_steps} is more than total_steps={self.total_steps}. Lower "
-                "it, or give a share of the run with a decimal point, as in 0.05."
-            )
         context = getattr(self.model, "context", self.sequence_length)
         if self.sequence_length > context:
             raise UserError(
@@ -188,7 +184,7 @@ class TrainConfig:
     @property
     def steps_in_bf16(self) -> int:
         """How many of the first steps are in BF16."""
-        return count_steps(self.bf16_steps, self.total_steps)
+        return min(count_steps(self.bf16_steps, self.total_steps), self.total_steps)
 
     @property
     def bf16_phase(self) -> "TrainConfig":
@@ -211,6 +207,8 @@ def in_bf16(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, precision="bf16"),
-        optimizer=dataclasses.replace(config.optimizer, name="adamw", transformation=None),
+        optimizer=dataclasses.replace(
+            config.optimizer, name="adamw", moments="directions", transformation=None
+        ),
         out=f"{config.out}_bf16",
     )

@@ -29,7 +29,7 @@ from coat_jax.tokenizers import AnyTokenizer
 from coat_jax.training.data.paths import CHAT, listing
 from coat_jax.training.data.stream import SIDECAR
 from coat_jax.validation import brief
-from coat_jax.writing import atomic_folder, full_disk, require_new_folder
+from coat_jax.writing import atomic_folder, require_new_folder, write_failures
 
 COMMAND = "coat tokenize"
 IN_MEMORY = 256 << 20  # bytes of text; more would take minutes at the start of every run
@@ -176,7 +176,7 @@ def write(
         "files": [],  # the number of tokens in each
     }
     parts = encode_files(paths, tokenizer)
-    with full_disk(out.parent, out.name), atomic_folder(out, COMMAND) as folder:
+    with write_failures(out.parent, out.name), atomic_folder(out) as folder:
         for first in parts:
             tokens = 0
             with (folder / f"{len(notes['files']):05}.npy").open("wb") as file:

@@ -146,7 +146,7 @@ def draw(
         labels = [_label(run, smooth) for run in loaded]
         loss.legend(loss.get_lines()[::2], labels, loc="upper right")
         figure.savefig(content, format="png")
-    with writing.full_disk(out.parent, out.name):
+    with writing.write_failures(out.parent, out.name):
         writing.replace(out, content.getvalue())
 
 

@@ -6,6 +6,7 @@ What a killed process or a full disk leaves behind is tried out in test_crash.py
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -198,12 +199,12 @@ def test_the_others_are_removed_also_by_the_next_process(folder):
 def test_no_step_is_written_over_another_runs_or_twice_or_after_a_later_one(two):
     before = (two / "2" / "manifest.json").stat()
     with Checkpoints(two) as checkpoints:
-        with pytest.raises(UserError, match=r"steps \[1, 2\].*Restore one first"):
+        with pytest.raises(UserError, match=r"steps \[1, 2\].*Restore the one to continue from"):
             checkpoints.save(3, state_of(3), {})
         assert checkpoints.steps() == [1, 2]
         checkpoints.restore(like(state_of(2)))
         checkpoints.save(2, state_of(2), {}, wait=True)
-        with pytest.raises(ValueError, match="Step 1 cannot be saved after step 2"):
+        with pytest.raises(UserError, match=r"Step 1 cannot be saved: .* of the steps"):
             checkpoints.save(1, state_of(1), {})
     assert (two / "2" / "manifest.json").stat() == before
 
@@ -230,22 +231,18 @@ def test_damage_is_named_and_the_step_before_is_used_until_others_come_again(fol
             restored = checkpoints.restore(like(state_of(1)))
         assert restored.step == 1
         assert_same_bits(restored.state, state_of(1))
-        with pytest.warns(UserWarning, match=r"steps \[2, 3\] .* belong to an abandoned branch"):
-            checkpoints.save(2, state_of(20), {"again": True})
+        checkpoints.save(2, state_of(20), {"again": True})
         assert checkpoints.steps() == [1, 2]
         assert_same_bits(checkpoints.restore(like(state_of(2))).state, state_of(20))
 
 
-def test_an_unfinished_save_is_named_and_cleared_away(two):
+def test_only_the_next_save_clears_away_an_unfinished_one(two):
     (two / "2").rename(two / "3.unfinished")
     (two / "2.deleted").mkdir()
-    notes = []
-    with Checkpoints(two, note=notes.append) as checkpoints:
+    with Checkpoints(two, note=silent) as checkpoints:
         assert checkpoints.steps() == [1]
         assert checkpoints.restore(like(state_of(1))).step == 1
-        assert len(notes) == 1
-        assert "3.unfinished is a save that was not finished" in notes[0]
-        assert (two / "3.unfinished").exists()  # whoever only reads, removes nothing
+        assert (two / "3.unfinished").exists()
         checkpoints.save(2, state_of(2), {})
     assert sorted(path.name for path in two.iterdir()) == ["1", "2"]
 
@@ -327,15 +324,15 @@ def test_a_save_that_cannot_be_read_back_is_no_checkpoint(folder, monkeypatch):
     assert list(folder.iterdir()) == []
 
 
-def test_pruning_removes_what_a_killed_run_left_over_before_the_step_restored(folder):
+def test_what_a_killed_run_left_over_is_removed_before_the_next_save(folder, monkeypatch):
     """Damaged checkpoints do not displace whole ones."""
     save_all(folder, [1, 2, 3, 4, 5])
     truncate(folder / "5")
+    monkeypatch.setattr(writing.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     with Checkpoints(folder, keep=2, keep_best=0, note=[].append) as checkpoints:
-        checkpoints.prune()
-        assert checkpoints.steps() == [1, 2, 3, 4, 5]  # who restored nothing, removes nothing
         assert checkpoints.restore(like(state_of(4))).step == 4
-        checkpoints.prune()
+        with pytest.raises(DiskFull):
+            checkpoints.save(5, state_of(5), {})
         assert checkpoints.steps() == [3, 4, 5]
 
 
@@ -352,4 +349,5 @@ def test_a_checkpoint_that_cannot_be_removed_is_noted_and_does_not_end_the_run(t
         monkeypatch.setattr(Path, "rename", refuse)
         checkpoints.save(3, state_of(3), {}, wait=True)
         assert checkpoints.steps() == [1, 3]
-    assert ["The checkpoint of step 1 could not be removed" in note for note in notes] == [True]
+    assert all("The checkpoint of step 1 could not be removed" in note for note in notes)
+    assert notes

@@ -7,7 +7,7 @@ from processes import free_port
 from coat_jax import multihost
 from coat_jax.errors import UserError
 from coat_jax.training.cluster import distributed
-from coat_jax.training.cluster.distributed import ProcessPlace, find_place
+from coat_jax.training.cluster.distributed import find_place
 
 ADDRESS = "node1:1234"
 VARIABLES = {
@@ -39,30 +39,36 @@ def without(variables, name):
     [
         ({}, None),
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),  # no srun
-        (VARIABLES, ProcessPlace("deactivate", ADDRESS, 4, 2, None)),
-        (MPIRUN, ProcessPlace("ompi", None, 4, 3, 1)),
-        (MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, ProcessPlace("ompi", None, 4, 3, None)),
-        (SRUN, ProcessPlace("slurm", None, 4, 3, 1)),
-        (SRUN | {"SLURM_STEP_NUM_NODES": "4"}, ProcessPlace("slurm", None, 4, 3, None)),
-        (SRUN | MPIRUN, ProcessPlace("ompi", None, 4, 3, 1)),  # mpirun starts its daemons with srun
-        (SRUN | VARIABLES, ProcessPlace("deactivate", ADDRESS, 4, 2, None)),
-        (SRUN | {"JAX_COORDINATOR_ADDRESS": ADDRESS}, ProcessPlace("slurm", ADDRESS, 4, 3, 1)),
+        (VARIABLES, (ADDRESS, 4, 2, [], "deactivate")),
+        (MPIRUN, (None, 4, 3, [1], "ompi")),
+        (MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, (None, 4, 3, [], "ompi")),
+        (SRUN, (None, 4, 3, [1], "slurm")),
+        (SRUN | {"SLURM_STEP_NUM_NODES": "4"}, (None, 4, 3, [], "slurm")),
+        (SRUN | MPIRUN, (None, 4, 3, [1], "ompi")),  # mpirun starts its daemons with srun
+        (SRUN | VARIABLES, (ADDRESS, 4, 2, [], "deactivate")),
+        (SRUN | {"JAX_COORDINATOR_ADDRESS": ADDRESS}, (ADDRESS, 4, 3, [1], "slurm")),
+        # Processes share the GPUs of a node.
+        (SRUN | {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, (None, 4, 3, [1], "slurm")),
+        (SRUN | {"CUDA_VISIBLE_DEVICES": "0"}, (None, 4, 3, [], "slurm")),
+        (SRUN | {"JAX_LOCAL_DEVICE_IDS": "2,3"}, (None, 4, 3, None, "slurm")),
     ],
 )
 def test_the_launcher_says_where_a_process_stands(variables, place):
-    assert find_place(variables) == place
+    """By the arguments of `jax.distributed.initialize`, in their order."""
+    found = find_place(variables)
+    assert (found and tuple(found.values())) == place
 
 
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
         (without(VARIABLES, "JAX_PROCESS_ID"), "JAX_PROCESS_ID is '', not a whole number"),
-        (without(VARIABLES, "JAX_PROCESS_COUNT"), "JAX_PROCESS_COUNT is ''"),
+        (without(VARIABLES, "JAX_PROCESS_COUNT"), "JAX_PROCESS_ID together, or none"),
         (VARIABLES | {"JAX_PROCESS_COUNT": "two"}, "JAX_PROCESS_COUNT is 'two'"),
         (VARIABLES | {"JAX_PROCESS_ID": "4"}, "The last of 4 processes is number 3"),
         (without(VARIABLES, "JAX_COORDINATOR_ADDRESS"), "set it to HOST:PORT of process 0"),
         (VARIABLES | {"JAX_COORDINATOR_ADDRESS": "node1"}, "'node1' has no port"),
-        ({"JAX_COORDINATOR_ADDRESS": ADDRESS}, "not JAX_PROCESS_COUNT and JAX_PROCESS_ID"),
+        ({"JAX_COORDINATOR_ADDRESS": ADDRESS}, "JAX_PROCESS_ID together, or none"),
         (without(MPIRUN, "OMPI_MCA_orte_hnp_uri"), "4 processes, but no JAX_COORDINATOR_ADDRESS"),
         (without(SRUN, "SLURM_LOCALID"), "SLURM_LOCALID is ''"),
     ],
@@ -72,25 +78,11 @@ def test_incomplete_and_contradicting_variables_are_refused(variables, message):
         find_place(variables)
 
 
-@pytest.mark.parametrize(
-    ("place", "variables", "devices"),
-    [
-        (ProcessPlace("slurm", None, 2, 1, None), {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, []),
-        (ProcessPlace("slurm", None, 8, 5, 1), {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, [1]),
-        (ProcessPlace("slurm", None, 8, 5, 1), {}, [1]),
-        (ProcessPlace("slurm", None, 8, 5, 1), {"CUDA_VISIBLE_DEVICES": "0"}, []),
-        (ProcessPlace("slurm", None, 8, 5, 1), {"JAX_LOCAL_DEVICE_IDS": "2,3"}, None),
-    ],
-)
-def test_processes_share_the_gpus_of_a_node(place, variables, devices):
-    assert distributed._local_devices(place, variables) == devices
-
-
 @pytest.fixture
 def joins(monkeypatch):
     """What `jax.distributed.initialize` was called with."""
     calls = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *a, **k: calls.append((a, k)))
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **options: calls.append(options))
     for name in {*VARIABLES, *MPIRUN, *SRUN}:
         monkeypatch.delenv(name, raising=False)
     return calls
@@ -112,9 +104,8 @@ def test_slurm_and_open_mpi_are_asked_for_the_address(joins, monkeypatch):
     for name, value in SRUN.items():
         monkeypatch.setenv(name, value)
     distributed.start(timeout=7)
-    ((arguments, options),) = joins
-    assert arguments == (None, 4, 3)
-    assert options["cluster_detection_method"] == "slurm"
+    (options,) = joins
+    assert tuple(options.values())[:5] == (None, 4, 3, [1], "slurm")
     assert options["initialization_timeout"] == 7
 
 

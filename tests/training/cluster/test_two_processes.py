@@ -10,7 +10,7 @@ from forks import Fork
 from processes import SECONDS, begin_all, outputs
 from train_cases import mesh_of, small
 
-from coat_jax.training.cluster.batches import open_data, place
+from coat_jax.training.cluster.mesh import open_data, place
 from coat_jax.training.setup import prepare
 
 # Optax's AdamW, because it is traced sooner.
@@ -53,12 +53,12 @@ def test_two_processes_stop_resume_and_train_what_one_does(tmp_path):
     assert checkpoints == [str(len(stopped))]
 
     outputs(begin_all(command, 2, begin=Fork))
-    alone = prepare(CONFIG, mesh_of((1, 2, 1)))
-    state, wanted = alone.new_state(), []
-    with contextlib.closing(open_data(CONFIG, alone.mesh, "train")) as data:
-        program = alone.lower(data.example).compile()
+    mesh, wanted = mesh_of((1, 2, 1)), []
+    with contextlib.closing(open_data(CONFIG, mesh, "train")) as data:
+        alone = prepare(CONFIG, mesh, example=data.example)
+        state, program = alone.new_state(), alone.lower().compile()
         for batch in itertools.islice(data, CONFIG.total_steps):
-            state, report = program(state, place(batch, alone.mesh, microbatches=1))
+            state, report = program(state, place(batch, mesh, microbatches=1))
             wanted.append(report.loss.item())
     assert losses(out) == wanted
     assert losses(out)[: len(stopped)] == stopped

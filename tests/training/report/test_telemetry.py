@@ -41,7 +41,7 @@ def telemetry_of(config, sizes=ONE):
 
 @functools.cache
 def new_telemetry(config, sizes=ONE):
-    config, mesh, _, graph, state = prepare(config, mesh_of(sizes))
+    config, mesh, _, graph, state, _ = prepare(config, mesh_of(sizes))
     return Telemetry(config, graph, state, mesh)
 
 

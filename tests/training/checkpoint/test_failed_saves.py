@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
 
-from coat_jax.training.checkpoint import orbax_saving
-from coat_jax.training.checkpoint.checkpoints import Checkpoints
-from coat_jax.training.checkpoint.orbax_saving import wait_until_quiet
+from coat_jax.training.checkpoint import checkpoints
+from coat_jax.training.checkpoint.checkpoints import Checkpoints, wait_until_quiet
 from coat_jax.writing import DiskFull
 
 
@@ -42,17 +41,17 @@ def straggler(tmp_path, monkeypatch):
 
 def test_what_is_written_after_a_failure_is_removed_too(tmp_path, straggler, monkeypatch):
     # On a busy machine the thread may be slower than the default allows.
-    monkeypatch.setattr(orbax_saving, "QUIET", 1.0)
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, {"w": jnp.ones(3)}, {})
+    monkeypatch.setattr(checkpoints, "QUIET", 1.0)
+    saving = Checkpoints(tmp_path)
+    saving.save(1, {"w": jnp.ones(3)}, {})
     with pytest.raises(DiskFull, match="step 1 does not fit"):
-        checkpoints.wait()
+        saving.wait()
     straggler.join()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_keeps_changing_is_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(orbax_saving, "QUIET", 0.01)
+    monkeypatch.setattr(checkpoints, "QUIET", 0.01)
     for name in ("", "absent"):
         wait_until_quiet(tmp_path / name)
 
@@ -60,7 +59,7 @@ def test_a_folder_that_keeps_changing_is_not_waited_for(tmp_path, monkeypatch):
         (tmp_path / str(time.monotonic_ns())).touch()
 
     monkeypatch.setattr(time, "sleep", grow)
-    monkeypatch.setattr(orbax_saving, "PATIENCE", 0.2)
+    monkeypatch.setattr(checkpoints, "PATIENCE", 0.2)
     begin = time.monotonic()
     wait_until_quiet(tmp_path)
     assert 0.2 <= time.monotonic() - begin < 30
@@ -77,8 +76,9 @@ def record(path, raise_in=None, level=logging.ERROR):
     return logging.LogRecord("absl", level, path, 1, "said", None, error)
 
 
-def test_only_errors_of_orbax_are_not_logged():
-    orbax_saving._log_no_errors_of_orbax()
+def test_only_errors_of_orbax_are_not_logged(tmp_path):
+    with Checkpoints(tmp_path) as saving:
+        saving.save(1, {"w": jnp.ones(3)}, {})
     of_orbax, asyncio = "/lib/orbax/checkpoint/async_checkpointer.py", "/lib/asyncio/base_events.py"
     for made, logged in (
         (record(of_orbax), False),
