@@ -2,8 +2,8 @@
 
 Each parameter has two moments, each stored in three arrays: the codes, and per group of
 neighbours the largest magnitude `amax` and `exponent_x16`. `coat_jax.storage.Storage` says which
-leaves are stored in 8 bits, and in which formats. `fp8_adamw` and `fused_fp8_adamw` have the same
-state. Muon, too, uses `init_moment`, `stored_layout`, `by_leaf` and `from_leaves`.
+leaves are stored in 8 bits, and in which formats. Muon, too, uses `init_moment`, `stored_layout`,
+`by_leaf` and `from_leaves`.
 """
 
 import functools
@@ -28,9 +28,9 @@ from coat_jax.optax.checks.trees import (
     require_same_shapes,
     require_state_of,
 )
-from coat_jax.optax.corrections import CorrectedState, advice_on, is_corrected
 from coat_jax.optax.derivatives import refuse_derivatives
 from coat_jax.optax.dtypes import in_fp32
+from coat_jax.optax.rounding import is_bf16
 from coat_jax.optax.states.metadata import fit_metadata
 from coat_jax.optax.states.sharding import full
 from coat_jax.storage import Storage
@@ -103,7 +103,7 @@ def step_tree(
     Args:
         params: the parameters, or None.
         grads: their gradients.
-        state: the state.
+        state: the state, which `require_state` has checked.
         hyper: learning rate, decay rates and so on.
         settings: formats and rounding.
         decayed: see `adam_step`.
@@ -114,19 +114,16 @@ def step_tree(
     Returns:
         New parameters (without `params`, directions), state and corrections.
     """
-    require_state(state, settings.storage)
     require_real_floats(grads)
     require_same_shapes("gradients", grads, state.mu.codes)
     leaves, structure = jax.tree.flatten(grads)
     old: list[Any] = [None] * len(leaves)
     if params is not None:
-        require_real_floats(params)
-        require_same_shapes("parameters", params, state.mu.codes)
         old, structure = jax.tree.flatten(params)
         old = [jnp.asarray(p) for p in old]
     of_leaves = [None] * len(leaves) if corrections is None else jax.tree.leaves(corrections)
     per_leaf = [
-        Leaf(p, jnp.asarray(g), mu, nu, c if c is not None and is_corrected(p) else None)
+        Leaf(p, jnp.asarray(g), mu, nu, c if c is not None and is_bf16(p) else None)
         for p, g, mu, nu, c in zip(
             old, leaves, by_leaf(state.mu), by_leaf(state.nu), of_leaves, strict=True
         )
@@ -160,14 +157,9 @@ def step_tree(
 
 def require_state(state: Any, storage: Storage) -> None:
     """Raises unless `state` is one of 8-bit Adam, stored as `storage` says."""
-    advice = advice_on(state)
-    links = () if isinstance(state, CorrectedState) or not isinstance(state, tuple) else state
-    if any(isinstance(link, ScaleByFP8AdamState) for link in links):
-        advice = "This is the state of a chain; pass the link that is a ScaleByFP8AdamState."
-    require_state_of(ScaleByFP8AdamState, state, advice)
+    require_state_of(ScaleByFP8AdamState, state)
     for name in ("mu", "nu"):
         dtype = storage.first if name == "mu" else storage.second
-
         layout = functools.partial(stored_layout, dtype=dtype, storage=storage)
         require_moments(name, getattr(state, name), layout)
 

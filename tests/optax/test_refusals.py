@@ -9,10 +9,9 @@ from coat_jax.optax import (
     Storage,
     compress,
     fp8_adamw,
-    fused_fp8_adamw,
     in_place,
     scale_by_fp8_adam,
-    with_corrections,
+    with_rounding,
 )
 
 FP8 = Storage(min_size=0)
@@ -28,7 +27,7 @@ NO_PARAMETERS = {
 @pytest.mark.parametrize("dtype", NO_PARAMETERS)
 def test_only_real_floats_of_16_bits_and_more_are_parameters_and_gradients(dtype):
     params = {"w": jnp.ones((4, 128)), "steps": jnp.zeros((3,), dtype)}
-    for tx in (scale_by_fp8_adam(), fp8_adamw(1e-3), fused_fp8_adamw(1e-3)):
+    for tx in (scale_by_fp8_adam(), fp8_adamw(1e-3), in_place(fp8_adamw(1e-3))):
         with pytest.raises(TypeError, match=NO_PARAMETERS[dtype]):
             tx.init(params)
     if dtype != jnp.float8_e4m3fn:
@@ -51,7 +50,8 @@ WRONG_GRADIENTS = {
 @pytest.mark.parametrize("case", WRONG_GRADIENTS)
 def test_gradients_of_another_model_are_refused(case):
     grads, message = WRONG_GRADIENTS[case]
-    tx, fused = fp8_adamw(1e-3, storage=FP8), fused_fp8_adamw(1e-3, storage=FP8)
+    tx = fp8_adamw(1e-3, storage=FP8)
+    fused = in_place(tx)
     with pytest.raises(ValueError, match=message):
         tx.update(grads, tx.init(PARAMS), grads)
     for params, gradients in ((PARAMS, grads), (grads, PARAMS)):
@@ -59,7 +59,11 @@ def test_gradients_of_another_model_are_refused(case):
             fused.step(params, gradients, fused.init(PARAMS))
 
 
-WRAPPERS = {"compress": compress, "in_place": in_place, "with_corrections": with_corrections}
+def in_24_bits(tx):
+    return with_rounding(tx, "24_bits")
+
+
+WRAPPERS = {"compress": compress, "in_place": in_place, "with_rounding": in_24_bits}
 
 
 def stepped_with(wrapped, state):
@@ -88,6 +92,6 @@ def test_other_errors_of_a_transformation_are_its_own():
 
     for init in (lambda params: (), needs_numbers):
         broken = optax.GradientTransformation(init, lambda g, s, p=None: 1 + "a")
-        for wrap in (in_place, with_corrections):
+        for wrap in (in_place, in_24_bits):
             with pytest.raises(TypeError, match="unsupported operand"):
                 stepped_with(wrap(broken), wrap(broken).init(PARAMS))

@@ -2,5 +2,4 @@
 
 arguments   the arguments of the functions that make optimizers
 trees       parameters, gradients and states
-chains      `optax.chain` that refuses states of another chain
 """

@@ -142,15 +142,7 @@ def require_settings(
 
 def require_seed(seed: Any) -> None:
     """Raises unless `seed` is a whole number of 32 bits."""
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
-        raise TypeError(f"seed={brief(seed)} must be a whole number.")
     require("seed", seed, Seed)
-
-
-def require_step_number(step: Any) -> None:
-    """Raises unless `step` is a whole number: a Python one, or a scalar of an integer dtype."""
-    if not _is_scalar(step) or not jnp.issubdtype(jnp.result_type(step), jnp.integer):
-        raise TypeError(f"step={brief(step)} must be a whole number: the count of the steps.")
 
 
 def is_function(value: Any) -> bool:

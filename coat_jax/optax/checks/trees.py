@@ -60,8 +60,7 @@ def require_transformation(name: str, tx: Any) -> optax.GradientTransformation:
     """Returns the argument of the function `name`; raises unless it is an optax transformation."""
     if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
         remedy = (
-            "It is a whole step by itself: use fp8_adamw instead of fused_fp8_adamw, and tx "
-            "instead of in_place(tx)."
+            "It is a whole step by itself: use tx instead of in_place(tx)."
             if callable(getattr(tx, "step", None))
             else f"Call the function that makes one: {name}(optax.lion(1e-4))."
         )

@@ -40,7 +40,6 @@ from coat_jax.optax.checks.arguments import (
     require_number_or_schedule,
     require_settings,
 )
-from coat_jax.optax.checks.chains import checked_chain
 from coat_jax.optax.checks.trees import (
     require_moments,
     require_real_floats,
@@ -160,8 +159,7 @@ def fp8_muon(
     if consistent_rms is not None:
         require_number("consistent_rms", consistent_rms)
     numbers = muon_weight_dimension_numbers or certain_matrices
-    muon = checked_chain(
-        ScaleByFP8MuonState,
+    muon = optax.chain(
         scale_by_fp8_muon(
             ns_coeffs,
             ns_steps,

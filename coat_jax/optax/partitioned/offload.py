@@ -19,7 +19,7 @@ from jaxtyping import Array
 from coat_jax.errors import UserError
 from coat_jax.kernels.adam import Number
 from coat_jax.optax.checks.trees import require_same_shapes
-from coat_jax.optax.fused import InPlaceOptimizer, require_step
+from coat_jax.optax.in_place import InPlaceOptimizer, require_step
 from coat_jax.optax.partitioned.parts import Parts
 from coat_jax.optax.states.following import param_of_leaf
 from coat_jax.optax.states.host_memory import is_on_host, place_on_host
@@ -37,13 +37,13 @@ def in_host_memory(optimizer: InPlaceOptimizer) -> InPlaceOptimizer:
     device, such as one made by `optimizer`, is stepped there.
 
     Args:
-        optimizer: from `fused_fp8_adamw` or `in_place`, one that updates each leaf by itself, as
-            AdamW and Lion do. (Not one that computes a number from all gradients.)
+        optimizer: from `in_place`, one that updates each leaf by itself, as AdamW and Lion do. (Not
+            one that computes a number from all gradients.)
 
     Example:
         >>> import coat_jax as coat, jax, jax.numpy as jnp
         >>> params = {"w": jnp.ones((256, 256))}
-        >>> optimizer = coat.optax.in_host_memory(coat.optax.fused_fp8_adamw(1e-3))
+        >>> optimizer = coat.optax.in_host_memory(coat.optax.in_place(coat.optax.fp8_adamw(1e-3)))
         >>> state = optimizer.init(params)
         >>> state.mu.codes["w"].sharding.memory_kind
         'pinned_host'

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from coat_jax.kernels.adam import Number
 from coat_jax.optax.clipping import global_norm
-from coat_jax.optax.fused import InPlaceOptimizer, require_step
+from coat_jax.optax.in_place import InPlaceOptimizer, require_step
 from coat_jax.optax.partitioned.parts import Parts
 from coat_jax.validation import brief
 
@@ -90,7 +90,7 @@ def step_by_stages(
         ...     coat.optax.Stage(lambda p: p["first"], lambda w, _: jnp.ones((2, 4)) @ w),
         ...     coat.optax.Stage(lambda p: p["second"], lambda w, x: jnp.mean(jnp.square(x @ w))),
         ... )
-        >>> optimizer = coat.optax.fused_fp8_adamw(1e-2)
+        >>> optimizer = coat.optax.in_place(coat.optax.fp8_adamw(1e-2))
         >>> step = jax.jit(coat.optax.step_by_stages, static_argnums=(0, 1))
         >>> stepped = step(optimizer, stages, params, optimizer.init(params))
         >>> print(stepped.loss)

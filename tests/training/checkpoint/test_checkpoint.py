@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from coat_jax import manifest, writing
 from coat_jax.errors import UserError
 from coat_jax.manifest import DamagedCheckpoint
-from coat_jax.optax import Storage, fused_fp8_adamw
+from coat_jax.optax import Storage, scale_by_fp8_adam
 from coat_jax.optax.states.checkpoint import LiteralPath
 from coat_jax.training.checkpoint.checkpoints import Checkpoints, steps_to_keep
 from coat_jax.writing import DiskFull
@@ -266,7 +266,7 @@ def test_without_a_whole_checkpoint_nothing_is_restored(two, tmp_path):
 
 def training_state(width=256, **storage):
     params = {"w": jnp.zeros((64, width)), "b": jnp.zeros(64)}
-    return params, fused_fp8_adamw(1e-3, storage=Storage(**storage)).init(params)
+    return params, scale_by_fp8_adam(storage=Storage(**storage)).init(params)
 
 
 def test_another_model_or_format_is_refused(folder):
