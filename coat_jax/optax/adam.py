@@ -29,24 +29,19 @@ from jaxtyping import Array
 
 from coat_jax.kernels.adam import Hyper, Number, Settings
 from coat_jax.kernels.dispatch import Implementation
-from coat_jax.optax.adam_state import ScaleByFP8AdamState, init_state, require_state, step_tree
+from coat_jax.optax.adam_state import ScaleByFP8AdamState, init_state, step_tree
 from coat_jax.optax.checks.arguments import (
     checked_schedule,
     require_b2_for_b1,
-    require_hyper,
+    require_numbers,
     require_settings,
     value_at,
 )
-from coat_jax.optax.checks.trees import require_real_floats, require_same_shapes
+from coat_jax.optax.checks.trees import require_real_floats, require_same_shapes, require_state
 from coat_jax.optax.dtypes import update_dtypes
 from coat_jax.optax.in_place import FusedTransformation, InPlaceOptimizer, require_step_arguments
 from coat_jax.optax.masks import Mask, checked_mask, mask_of, require_mask
-from coat_jax.optax.rounding import (
-    CorrectedState,
-    RoundParams,
-    add_corrections,
-    require_corrections,
-)
+from coat_jax.optax.rounding import CorrectedState, RoundParams, add_corrections
 from coat_jax.storage import Storage
 
 
@@ -66,20 +61,21 @@ def scale_by_fp8_adam(
     `fp8_adamw`, which chains it with weight decay and the learning rate, describes the arguments.
     """
     hyper = Hyper(b1=b1, b2=b2, eps=eps, eps_root=eps_root)
-    require_hyper(hyper)
+    require_numbers(b1=b1, b2=b2, eps=eps, eps_root=eps_root)
     require_settings(
         storage=storage, implementation=implementation, mu_dtype=mu_dtype, nesterov=nesterov
     )
     settings = Settings(storage or Storage(), nesterov)
 
     def init(params: optax.Params) -> ScaleByFP8AdamState:
-        require_b2_for_b1(hyper, settings.storage, params)
+        require_b2_for_b1(b1, b2, settings.storage, params)
         return init_state(params, settings.storage)
 
     def update(
         updates: optax.Updates, state: ScaleByFP8AdamState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ScaleByFP8AdamState]:
-        require_state(state, settings.storage)
+        wanted = jax.eval_shape(partial(init_state, storage=settings.storage), updates)
+        require_state(state, wanted)
         directions, state, _ = step_tree(
             None,
             updates,
@@ -134,8 +130,7 @@ def fp8_adamw(
         'int8'
     """
     hyper = Hyper(learning_rate, b1, b2, eps, eps_root, weight_decay)
-    require_hyper(hyper)
-    require_settings(storage=storage)
+    require_numbers(learning_rate=learning_rate, weight_decay=weight_decay)
     require_mask("mask", mask)
     first = scale_by_fp8_adam(
         b1,
@@ -184,13 +179,11 @@ def _fused(
         grad_scale: Number = 1.0,
         skip: bool | Array = False,
     ) -> tuple[optax.Params, Any]:
-        if corrects:
-            require_corrections(params, state)
-        adam = state.inner if corrects else state
-        require_state(adam, settings.storage)
-        require_real_floats(params)
-        require_same_shapes("parameters", params, adam.mu.codes)
+        require_state(state, jax.eval_shape(init, params))
+        require_real_floats(grads)
+        require_same_shapes("gradients", grads, params)
         require_step_arguments(grad_scale, skip)
+        adam = state.inner if corrects else state
         now = hyper._replace(
             learning_rate=value_at("learning_rate", hyper.learning_rate, adam.count),
             weight_decay=value_at("weight_decay", hyper.weight_decay, adam.count),

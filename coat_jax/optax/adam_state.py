@@ -6,7 +6,6 @@ leaves are stored in 8 bits, and in which formats. Muon, too, uses `init_moment`
 `by_leaf` and `from_leaves`.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -23,10 +22,7 @@ from coat_jax.numerics import expansion, noise
 from coat_jax.numerics.expansion import Expanded
 from coat_jax.numerics.formats import codes_dtype
 from coat_jax.optax.checks.trees import (
-    require_moments,
     require_real_floats,
-    require_same_shapes,
-    require_state_of,
 )
 from coat_jax.optax.derivatives import refuse_derivatives
 from coat_jax.optax.dtypes import in_fp32
@@ -103,7 +99,7 @@ def step_tree(
     Args:
         params: the parameters, or None.
         grads: their gradients.
-        state: the state, which `require_state` has checked.
+        state: the state.
         hyper: learning rate, decay rates and so on.
         settings: formats and rounding.
         decayed: see `adam_step`.
@@ -114,8 +110,6 @@ def step_tree(
     Returns:
         New parameters (without `params`, directions), state and corrections.
     """
-    require_real_floats(grads)
-    require_same_shapes("gradients", grads, state.mu.codes)
     leaves, structure = jax.tree.flatten(grads)
     old: list[Any] = [None] * len(leaves)
     if params is not None:
@@ -153,15 +147,6 @@ def step_tree(
         ]
         corrections = jax.tree.unflatten(jax.tree.structure(corrections), new)
     return result, ScaleByFP8AdamState(count, mu, nu), corrections
-
-
-def require_state(state: Any, storage: Storage) -> None:
-    """Raises unless `state` is one of 8-bit Adam, stored as `storage` says."""
-    require_state_of(ScaleByFP8AdamState, state)
-    for name in ("mu", "nu"):
-        dtype = storage.first if name == "mu" else storage.second
-        layout = functools.partial(stored_layout, dtype=dtype, storage=storage)
-        require_moments(name, getattr(state, name), layout)
 
 
 def by_leaf(moment: Expanded) -> list[Expanded]:

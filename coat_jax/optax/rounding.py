@@ -23,7 +23,7 @@ from jaxtyping import Array
 
 from coat_jax.numerics import corrections, noise
 from coat_jax.numerics.expansion import GROUP_SIZE
-from coat_jax.optax.checks.trees import require_same_structure, require_state_of
+from coat_jax.optax.checks.trees import require_state, require_state_of
 from coat_jax.optax.states.host_memory import on_device
 from coat_jax.optax.states.metadata import fit_metadata
 from coat_jax.optax.states.sharding import full
@@ -71,11 +71,15 @@ def is_bf16(param: Any) -> bool:
 
 def add_corrections(state: Any, params: optax.Params) -> CorrectedState:
     """A new state with corrections of zero, sharded like the parameters."""
+    return CorrectedState(state, _zeros(params))
 
+
+def _zeros(params: optax.Params) -> Any:
     def leaf(p: Any) -> Array:
-        return full(p, _shape(p), corrections.DTYPE)
+        shape = jnp.shape(p)
+        return full(p, shape if is_bf16(p) else placeholder_shape(shape), corrections.DTYPE)
 
-    return CorrectedState(state, fit_metadata(jax.tree.map(leaf, params), params))
+    return fit_metadata(jax.tree.map(leaf, params), params)
 
 
 def join_params(params: optax.Params, corrections_of: Any) -> optax.Params:
@@ -128,20 +132,4 @@ def round_stepped(
 def require_corrections(params: optax.Params, state: Any) -> None:
     """Raises unless `state` has corrections of these parameters."""
     require_state_of(CorrectedState, state)
-    require_same_structure("parameters", params, state.corrections)
-    for (path, p), c in zip(
-        jax.tree.leaves_with_path(params), jax.tree.leaves(state.corrections), strict=True
-    ):
-        if (c.shape, c.dtype) != (_shape(p), corrections.DTYPE):
-            raise ValueError(
-                f"params{jax.tree_util.keystr(path)} is {jnp.result_type(p).name}"
-                f"{list(jnp.shape(p))}, but its correction in the state is {c.dtype.name}"
-                f"{list(c.shape)}: it was made for a parameter of another shape or dtype. Make the "
-                "state with init(params) from these parameters."
-            )
-
-
-def _shape(param: Any) -> tuple[int, ...]:
-    """The shape of a parameter's corrections, or of the placeholder for them."""
-    shape = jnp.shape(param)
-    return shape if is_bf16(param) else placeholder_shape(shape)
+    require_state(state.corrections, jax.eval_shape(_zeros, params))

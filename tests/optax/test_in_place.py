@@ -85,7 +85,7 @@ def test_integers_are_left_to_a_transformation_that_masks_them():
     optimizer = in_place(optax.masked(optax.adam(1e-2), {"w": True, "table": False}))
     state = optimizer.init(params)
     grads = jax.grad(lambda params: jnp.sum(params["w"]), allow_int=True)(params)
-    with pytest.raises(TypeError, match=r"\['table'\] has dtype float0, .*jnp.zeros_like"):
+    with pytest.raises(TypeError, match=r"\['table'\] has dtype .* float0, .*jnp.zeros_like"):
         optimizer.step(params, grads, state)
     grads["table"] = jnp.zeros_like(params["table"])
     got, _ = optimizer.step(params, grads, state)
@@ -110,15 +110,17 @@ REFUSED = {
     r"in_place takes .* in_place\(optax.lion\(1e-4": lambda: in_place(optax.lion),
     r"tx instead of in_place\(tx\)": lambda: in_place(in_place(fp8_adamw(1e-3))),
     "seed=-1 must be": lambda: in_place(SGD, seed=-1),
-    "must be an InPlaceState": lambda: in_place(SGD).step(tree(0), tree(1), SGD.init(tree(0))),
-    r"changed state\['m'\] from float32\[3\] to int32\[3\]": (
+    "a tuple instead of a InPlaceState": lambda: in_place(SGD).step(
+        tree(0), tree(1), SGD.init(tree(0))
+    ),
+    r"changed its own state: state\['m'\] is int32\[3\] instead of float32\[3\]": (
         lambda: step_once(changes({"m": jnp.zeros(3, jnp.int32)}))
     ),
-    "changed the structure of its state": lambda: step_once(changes({})),
-    r"\['w'\] has dtype int32; only floats are": lambda: in_place(SGD).init({"w": jnp.arange(3)}),
+    "its own state: state lacks the leaf .'m'": lambda: step_once(changes({})),
+    r"\['w'\] has dtype int32. Only floats are": lambda: in_place(SGD).init({"w": jnp.arange(3)}),
     "has dtype int32": lambda: step_once(SGD, jax.tree.map(jnp.int32, tree(1))),
     # optax would add a vector to each row of a matrix.
-    r"gradients\['w'\] has shape \(128,\)": lambda: step_once(
+    r"gradients\['w'\] is \[128\] instead": lambda: step_once(
         SGD, dict.fromkeys("wb", jnp.ones(128))
     ),
 }

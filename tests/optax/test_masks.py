@@ -34,20 +34,22 @@ def run(make, mask):
 
 MAKERS = (fp8_adamw, fused, fp8_muon)
 WRONG = [
-    ({"layer": True}, r"it has no entry for \['head'\]"),
-    ({"layer": {"w": True, "bias": True}, "head": True}, r"it has no entry for \['layer'\]"),
-    ({"layer": True, "head": True, "tail": True}, r"there is no parameter \['tail'\]"),
-    ([True, False, True], r"it has no entry for \['(head|layer)'\]"),
-    ({"layer": None, "head": True}, r"it has no entry for \['layer'\]"),
-    (nnx.State({"layer": True, "head": True}), "its structure is PyTreeDef"),
+    {"layer": True},
+    {"layer": {"w": True, "bias": True}, "head": True},
+    {"layer": True, "head": True, "tail": True},
+    [True, False, True],
+    {"layer": None, "head": True},
+    nnx.State({"layer": True, "head": True}),
 ]
 
 
 @pytest.mark.parametrize("make", MAKERS)
 def test_a_mask_that_does_not_fit_is_refused(make):
-    for mask, said in WRONG:
+    for mask in WRONG:
         for given in (mask, lambda params, mask=mask: mask):
-            with pytest.raises(ValueError, match=rf"^(weight_decay_)?mask does not fit .*: {said}"):
+            with pytest.raises(
+                ValueError, match=r"^(weight_decay_)?mask does not fit .*: it is PyTreeDef"
+            ):
                 run(make, given)
     with pytest.raises(TypeError, match=r"^(weight_decay_)?mask\['.*must be True or False"):
         run(make, lambda params: params)

@@ -17,10 +17,10 @@ from coat_jax.optax import (
 FP8 = Storage(min_size=0)
 PARAMS = {"w": np.ones((4, 128), np.float32), "b": np.ones(8, np.float32)}
 NO_PARAMETERS = {
-    jnp.int32: r"\['steps'\] has dtype .* Leave it out with optax.masked",
-    jnp.bool_: r"\['steps'\] has dtype .* Leave it out with optax.masked",
-    jnp.complex64: r"\['steps'\] is complex \(complex64\).*split_real_and_imag",
-    jnp.float8_e4m3fn: r"has dtype float8_e4m3fn, .* BF16 or FP32",
+    jnp.int32: r"\['steps'\] has dtype .* leave it out with optax.masked",
+    jnp.bool_: r"\['steps'\] has dtype .* leave it out with optax.masked",
+    jnp.complex64: r"\['steps'\] has dtype complex64.*split_real_and_imag",
+    jnp.float8_e4m3fn: r"has dtype float8_e4m3fn.* BF16 or FP32",
 }
 
 
@@ -40,10 +40,10 @@ def test_only_real_floats_of_16_bits_and_more_are_parameters_and_gradients(dtype
 
 W, B = PARAMS.values()
 WRONG_GRADIENTS = {
-    "a leaf missing": ({"w": W}, "another structure"),
-    "another name": ({"w": W, "bias": B}, "another structure"),
-    "transposed": ({"w": W.T, "b": B}, r"\['w'\] has shape \(128, 4\).*made for \(4, 128\)"),
-    "broadcastable": ({"w": W[:1], "b": B}, r"\['w'\] has shape \(1, 128\)"),
+    "a leaf missing": ({"w": W}, r" the leaf .*\['b'\]"),
+    "another name": ({"w": W, "bias": B}, r" the leaf .*\['b"),
+    "transposed": ({"w": W.T, "b": B}, r"\['w'\] is .*\[(128, 4|4, 128)\] instead of"),
+    "broadcastable": ({"w": W[:1], "b": B}, r"\['w'\] is .* instead of"),
 }
 
 
@@ -75,13 +75,11 @@ def stepped_with(wrapped, state):
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 def test_the_state_of_another_transformation_or_of_other_parameters_is_named(wrap):
     adamw, lion = wrap(optax.adamw(1e-3)), wrap(optax.lion(1e-3))
-    with pytest.raises(ValueError, match=r"structure .*ScaleByLionState.*: it was made by another"):
+    with pytest.raises(ValueError, match=r"lacks the leaf .*\.nu.* made by another"):
         stepped_with(adamw, lion.init(PARAMS))
     tx = wrap(optax.sgd(1e-3, momentum=0.9))
     state = tx.init(PARAMS | {"w": jnp.ones((3, 5))})
-    with pytest.raises(
-        ValueError, match=r"\['w'\].* for (other parameters|a parameter of another)"
-    ):
+    with pytest.raises(ValueError, match=r"\['w'\].* for other parameters"):
         stepped_with(tx, state)
 
 

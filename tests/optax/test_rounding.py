@@ -226,19 +226,23 @@ def sgd():
 REFUSED = {
     "round_params=True must be 'nearest' or": lambda p: in_place(plain(), round_params=True),
     "round_params='yes'": lambda p: with_rounding(optax.sgd(1.0), "yes"),
-    "a CorrectedState, but is a Sc": lambda p: fused().step(p, p, in_place(plain()).init(p)),
-    "but is a CorrectedState": lambda p: in_place(plain()).step(p, p, fused().init(p)),
-    "an InPlaceState, but is a Corr": (
+    "lacks the leaf .inner.count. .*type ScaleByFP8AdamState, was made": lambda p: fused().step(
+        p, p, in_place(plain()).init(p)
+    ),
+    "lacks the leaf .count.*type CorrectedState": lambda p: in_place(plain()).step(
+        p, p, fused().init(p)
+    ),
+    "a CorrectedState instead of a InPlaceState": (
         lambda p: in_place(optax.sgd(1.0)).step(p, p, fused().init(p))
     ),
-    r"params\['matrix'\] is bfloat16\[16, 256\], but its correction in the state is int8": (
+    r"state.corrections\['matrix'\] is int8.* instead of int8\[16, 256\]": (
         lambda p: fused().step(p, p, fused().init(in_fp32(p)))
     ),
-    "The parameters have another structure": (
+    r"state lacks the leaf .inner.mu.codes\['scale'\]": (
         lambda p: fused().step(p, p, fused().init({"matrix": p["matrix"]}))
     ),
-    "The parameters have another": lambda p: corrected_params([*p.values()], fused().init(p)),
-    r"gradients\['matrix'\] has shape \(2, 16, 256\)": (
+    r"state lacks the leaf \[0\]": lambda p: corrected_params([*p.values()], fused().init(p)),
+    r"gradients\['matrix'\] is \[2, 16, 256\] instead": (
         lambda p: sgd().update({**p, "matrix": jnp.ones((2, 16, 256))}, sgd().init(p), p)
     ),
     "contains 0 CorrectedStates": lambda p: corrected_params(p, in_place(plain()).init(p)),

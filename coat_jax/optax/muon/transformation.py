@@ -33,19 +33,13 @@ from coat_jax.numerics import noise
 from coat_jax.numerics.expansion import Expanded
 from coat_jax.numerics.integers import LARGEST, SMALLEST
 from coat_jax.optax.adam import fp8_adamw
-from coat_jax.optax.adam_state import by_leaf, from_leaves, init_moment, stored_layout
+from coat_jax.optax.adam_state import by_leaf, from_leaves, init_moment
 from coat_jax.optax.checks.arguments import (
     checked_schedule,
-    require_number,
-    require_number_or_schedule,
+    require_numbers,
     require_settings,
 )
-from coat_jax.optax.checks.trees import (
-    require_moments,
-    require_real_floats,
-    require_same_shapes,
-    require_state_of,
-)
+from coat_jax.optax.checks.trees import require_real_floats, require_state, require_state_of
 from coat_jax.optax.dtypes import in_fp32, promoted
 from coat_jax.optax.masks import Mask, checked_mask, require_mask
 from coat_jax.optax.muon.matrices import (
@@ -142,22 +136,17 @@ def fp8_muon(
         >>> state.inner_states["muon"].inner_state[0].mu.codes["w"].dtype.name
         'int8'
     """
-    arguments = {
-        "learning_rate": learning_rate,
-        "weight_decay": weight_decay,
-        "adam_b1": adam_b1,
-        "adam_b2": adam_b2,
-        "adam_eps_root": adam_eps_root,
-        "adam_weight_decay": adam_weight_decay,
-    }
-    if adam_learning_rate is not None:
-        arguments["adam_learning_rate"] = adam_learning_rate
-    for name, value in arguments.items():
-        require_number_or_schedule(name, value)
-    require_settings(storage=storage)
+    require_numbers(
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        consistent_rms=0.0 if consistent_rms is None else consistent_rms,
+        adam_learning_rate=learning_rate if adam_learning_rate is None else adam_learning_rate,
+        adam_b1=adam_b1,
+        adam_b2=adam_b2,
+        adam_eps_root=adam_eps_root,
+        adam_weight_decay=adam_weight_decay,
+    )
     require_mask("weight_decay_mask", weight_decay_mask)
-    if consistent_rms is not None:
-        require_number("consistent_rms", consistent_rms)
     numbers = muon_weight_dimension_numbers or certain_matrices
     muon = optax.chain(
         scale_by_fp8_muon(
@@ -245,8 +234,7 @@ def scale_by_fp8_muon(
     """
     coefficients = coefficients_of(ns_coeffs, ns_steps)
     require_arguments(preconditioning, ns_dtype)
-    require_number("beta", beta)
-    require_number("eps", eps)
+    require_numbers(beta=beta, eps=eps)
     require_settings(storage=storage, mu_dtype=mu_dtype, nesterov=nesterov, adaptive=adaptive)
     storage = storage or Storage()
     beta = in_fp32(beta)  # optax.inject_hyperparams casts it to the dtype of the parameters
@@ -268,7 +256,7 @@ def scale_by_fp8_muon(
     def update(
         updates: optax.Updates, state: ScaleByFP8MuonState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ScaleByFP8MuonState]:
-        _require_state(state, updates, storage)
+        require_state(state, jax.eval_shape(init, updates))
         updates = promoted(updates, params)
         count = optax.safe_increment(state.count)
         gradients, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, updates))
@@ -367,9 +355,3 @@ def _scale_by_shape(
         factor(matrix) * u for u, matrix in zip(leaves, matrices_of(numbers, updates), strict=True)
     ]
     return jax.tree.unflatten(structure, scaled)
-
-
-def _require_state(state: Any, updates: optax.Updates, storage: Storage) -> None:
-    require_state_of(ScaleByFP8MuonState, state)
-    require_moments("mu", state.mu, partial(stored_layout, dtype=storage.first, storage=storage))
-    require_same_shapes("gradients", updates, state.mu.codes)
