@@ -39,7 +39,7 @@ from coat_jax.optax.checks.arguments import (
     require_numbers,
     require_settings,
 )
-from coat_jax.optax.checks.trees import require_real_floats, require_state, require_state_of
+from coat_jax.optax.checks.trees import require_real_floats, require_state
 from coat_jax.optax.dtypes import in_fp32, promoted
 from coat_jax.optax.masks import Mask, checked_mask, require_mask
 from coat_jax.optax.muon.matrices import (
@@ -53,13 +53,14 @@ from coat_jax.optax.muon.newton_schulz import (
     STANDARD,
     Coefficients,
     Preconditioning,
+    checked_dtype,
     coefficients_of,
     orthogonalize,
-    require_arguments,
 )
 from coat_jax.optax.states.metadata import fit_metadata
 from coat_jax.optax.states.sharding import full
 from coat_jax.storage import Storage
+from coat_jax.validation import require
 
 
 class ScaleByFP8MuonState(NamedTuple):
@@ -187,15 +188,7 @@ def fp8_muon(
         chosen = iter(numbers_of_leaves(numbers, params))
         return jax.tree.map(lambda _: "adam" if next(chosen) is None else "muon", params)
 
-    parts = optax.partition({"muon": muon, "adam": adam}, labels)
-
-    def update(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
-    ) -> tuple[optax.Updates, Any]:
-        require_state_of(optax.transforms.PartitionState, state)
-        return parts.update(updates, state, params, **extra_args)
-
-    return optax.GradientTransformationExtraArgs(parts.init, update)
+    return optax.partition({"muon": muon, "adam": adam}, labels)
 
 
 def scale_by_fp8_muon(
@@ -232,8 +225,8 @@ def scale_by_fp8_muon(
         storage: the format of the momentum (`first`), the group size, the rounding, and which
             leaves stay in FP32.
     """
-    coefficients = coefficients_of(ns_coeffs, ns_steps)
-    require_arguments(preconditioning, ns_dtype)
+    coefficients, dtype = coefficients_of(ns_coeffs, ns_steps), checked_dtype(ns_dtype)
+    require("preconditioning", preconditioning, Preconditioning)
     require_numbers(beta=beta, eps=eps)
     require_settings(storage=storage, mu_dtype=mu_dtype, nesterov=nesterov, adaptive=adaptive)
     storage = storage or Storage()
@@ -275,15 +268,16 @@ def scale_by_fp8_muon(
         stacks = orthogonalize(
             [matrix.stack(m) for m, matrix in zip(corrected, matrices, strict=True)],
             coefficients,
-            steps=ns_steps,
             eps=eps,
             preconditioning=preconditioning,
-            dtype=ns_dtype,
+            dtype=dtype,
         )
         directions = [matrix.unstack(u) for u, matrix in zip(stacks, matrices, strict=True)]
         if adaptive:
+            # The inner product is about the sum of singular values: https://arxiv.org/abs/2409.20325.
             directions = [
-                _times_dual_norm(u.astype(jnp.float32), m, matrix)
+                (wide := u.astype(jnp.float32))
+                * jnp.sum(m * wide, axis=(*matrix.inputs, *matrix.outputs), keepdims=True)
                 for u, m, matrix in zip(directions, corrected, matrices, strict=True)
             ]
         results = [u.astype(g.dtype) for u, g in zip(directions, gradients, strict=True)]
@@ -307,16 +301,6 @@ def _magnitude_of_columns(
     length = math.prod(m.shape[axis] for axis in matrix.column)
     means = jnp.sum(magnitudes / max(length, 1), axis=matrix.column, keepdims=True)
     return jnp.maximum(means, SMALLEST)
-
-
-def _times_dual_norm(
-    u: Float[Array, "..."], m: Float[Array, "..."], matrix: Matrix
-) -> Float[Array, "..."]:
-    """Each direction times its inner product with the momentum, about the sum of singular values.
-
-    See https://arxiv.org/abs/2409.20325.
-    """
-    return u * jnp.sum(m * u, axis=(*matrix.inputs, *matrix.outputs), keepdims=True)
 
 
 def _bias_corrected(
