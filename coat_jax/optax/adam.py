@@ -40,7 +40,7 @@ from coat_jax.optax.checks.arguments import (
 from coat_jax.optax.checks.trees import require_real_floats, require_same_shapes, require_state
 from coat_jax.optax.dtypes import update_dtypes
 from coat_jax.optax.in_place import FusedTransformation, InPlaceOptimizer, require_step_arguments
-from coat_jax.optax.masks import Mask, checked_mask, mask_of, require_mask
+from coat_jax.optax.masks import Mask, checked_mask, mask_of
 from coat_jax.optax.rounding import CorrectedState, RoundParams, add_corrections
 from coat_jax.storage import Storage
 
@@ -131,7 +131,6 @@ def fp8_adamw(
     """
     hyper = Hyper(learning_rate, b1, b2, eps, eps_root, weight_decay)
     require_numbers(learning_rate=learning_rate, weight_decay=weight_decay)
-    require_mask("mask", mask)
     first = scale_by_fp8_adam(
         b1,
         b2,

@@ -30,7 +30,6 @@ from coat_jax.optax.checks.trees import (
     explaining_states,
     is_fp8,
     require_state_of,
-    require_transformation,
 )
 from coat_jax.optax.derivatives import refuse_derivatives
 from coat_jax.optax.states.host_memory import on_device
@@ -80,7 +79,7 @@ def compress(
         {'b': 'float32', 'w': 'float8_e4m3fn'}
     """
     require_settings(storage=storage, implementation=implementation)
-    inner = optax.with_extra_args_support(require_transformation("compress", tx))
+    inner = optax.with_extra_args_support(tx)
     storage = storage or Storage()
 
     def init(params: optax.Params) -> CompressedState:

@@ -12,26 +12,23 @@ casts. `with_rounding` computes the same as a transformation, for optax's own lo
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int32
 
-from coat_jax.errors import UserError
 from coat_jax.kernels.adam import Number
 from coat_jax.optax.adam_state import ScaleByFP8AdamState
 from coat_jax.optax.checks.arguments import require_flag, require_numbers
 from coat_jax.optax.checks.trees import (
-    described,
     difference,
     dtype_of,
     explaining_states,
     require_real_float,
     require_same_shapes,
     require_state_of,
-    require_transformation,
 )
 from coat_jax.optax.dtypes import in_fp32
 from coat_jax.optax.masks import leaves_some_out
@@ -60,25 +57,6 @@ class InPlaceOptimizer(NamedTuple):
 
     init: Callable[[optax.Params], Any]
     step: Callable[..., tuple[optax.Params, Any]]
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Explains, where `update` is looked for, why this is not an optax transformation."""
-        advice = (
-            "Its step(params, grads, state) is a whole step by itself, which clips by grad_scale. "
-            "Where an optax transformation is required, as in optax.chain or nnx.Optimizer, use "
-            "tx instead of in_place(tx)."
-        )
-        known = f"{type(self).__name__!r} object has no attribute {name!r}."
-        raise AttributeError(f"{known} {advice}" if name == "update" else known)
-
-
-def require_step(name: str, optimizer: Any) -> None:
-    """Raises unless the argument of the function `name` is an `InPlaceOptimizer`."""
-    if not isinstance(optimizer, InPlaceOptimizer):
-        raise UserError(
-            f"{name} takes an optimizer with a step of its own, not {described(optimizer)}. Make "
-            "one from a transformation of optax with in_place(..)."
-        )
 
 
 class FusedTransformation(optax.GradientTransformationExtraArgs):
@@ -125,7 +103,7 @@ def in_place(
         >>> print(params["w"][0, 0])
         0.9989
     """
-    _require_arguments("in_place", tx, round_params, seed)
+    _require_rounding(round_params, seed)
     if isinstance(tx, FusedTransformation):
         return tx.fused(round_params)
     tx = optax.with_extra_args_support(tx)
@@ -190,7 +168,7 @@ def with_rounding(
         >>> print(params["w"][0, 0], coat.optax.corrected_params(params, state)["w"][0, 0])
         0.976562 0.97558594
     """
-    _require_arguments("with_rounding", tx, round_params, seed)
+    _require_rounding(round_params, seed)
     tx = optax.with_extra_args_support(tx)
 
     def update(
@@ -218,8 +196,7 @@ def require_step_arguments(grad_scale: Any, skip: Any) -> None:
     require_flag("skip", skip)
 
 
-def _require_arguments(name: str, tx: Any, round_params: Any, seed: Any) -> None:
-    require_transformation(name, tx)
+def _require_rounding(round_params: Any, seed: Any) -> None:
     require("round_params", round_params, RoundParams)
     require("seed", seed, Seed)
 

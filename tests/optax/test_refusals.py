@@ -40,8 +40,8 @@ def test_only_real_floats_of_16_bits_and_more_are_parameters_and_gradients(dtype
 
 W, B = PARAMS.values()
 WRONG_GRADIENTS = {
-    "a leaf missing": ({"w": W}, r" the leaf .*\['b'\]"),
-    "another name": ({"w": W, "bias": B}, r" the leaf .*\['b"),
+    "a leaf missing": ({"w": W}, r"\['b'\] is (missing|not expected)"),
+    "another name": ({"w": W, "bias": B}, r"\['b.*\] is (missing|not expected)"),
     "transposed": ({"w": W.T, "b": B}, r"\['w'\] is .*\[(128, 4|4, 128)\] instead of"),
     "broadcastable": ({"w": W[:1], "b": B}, r"\['w'\] is .* instead of"),
 }
@@ -75,7 +75,7 @@ def stepped_with(wrapped, state):
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 def test_the_state_of_another_transformation_or_of_other_parameters_is_named(wrap):
     adamw, lion = wrap(optax.adamw(1e-3)), wrap(optax.lion(1e-3))
-    with pytest.raises(ValueError, match=r"lacks the leaf .*\.nu.* made by another"):
+    with pytest.raises(ValueError, match=r"\.nu.* is missing.* made by another"):
         stepped_with(adamw, lion.init(PARAMS))
     tx = wrap(optax.sgd(1e-3, momentum=0.9))
     state = tx.init(PARAMS | {"w": jnp.ones((3, 5))})

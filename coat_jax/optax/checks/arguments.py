@@ -55,13 +55,13 @@ def require_numbers(**arguments: Any) -> None:
 
 def require_b2_for_b1(b1: Number, b2: Number, storage: Storage, params: Any) -> None:
     """Raises if a first moment that is stored as m / sqrt(v) lasts too much longer than v."""
-    known = _known(b1), _known(b2)
-    if None in known or storage.first != DIRECTION or known[1] >= least_b2(known[0]):
+    first, second = _known(b1), _known(b2)
+    if first is None or second is None or storage.first != DIRECTION or second >= least_b2(first):
         return
     if any(storage.quantizes(jnp.shape(leaf)) for leaf in jax.tree.leaves(params)):
         raise ValueError(
             f"b2={b2!r} with b1={b1!r}: the first moment is stored relative to the root of the "
-            f"second, which decays faster: b2 must be at least {least_b2(known[0]):g}. Use "
+            f"second, which decays faster: b2 must be at least {least_b2(first):g}. Use "
             "storage=coat_jax.Storage(first=coat_jax.E4M3), or a larger b2."
         )
 

@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from coat_jax.validation import brief
-
 
 def dtype_of(leaf: Any) -> Any:
     """The dtype of a leaf of a state: an array, a typed random key or a Python number."""
@@ -42,26 +40,6 @@ def require_real_float(where: str, leaf: Any) -> None:
     else:
         return
     raise TypeError(f"{where} has dtype {dtype.name}. {remedy}")
-
-
-def require_transformation(name: str, tx: Any) -> optax.GradientTransformation:
-    """Returns the argument of the function `name`; raises unless it is an optax transformation."""
-    if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
-        remedy = (
-            "It is a whole step by itself: use tx instead of in_place(tx)."
-            if callable(getattr(tx, "step", None))
-            else f"Call the function that makes one: {name}(optax.lion(1e-4))."
-        )
-        raise TypeError(
-            f"{name} takes an optax transformation, with init and update, not {described(tx)}. "
-            f"{remedy}"
-        )
-    return tx
-
-
-def described(optimizer: Any) -> str:
-    """How errors describe a value passed as an optimizer: by its class if it is one."""
-    return f"a {type(optimizer).__name__}" if hasattr(optimizer, "init") else brief(optimizer)
 
 
 def require_state_of(kind: type, state: Any) -> None:
@@ -102,7 +80,7 @@ def require_same_shapes(name: str, tree: Any, like: Any) -> None:
     """Raises unless the leaves of `tree` have the paths and shapes of those of `like`."""
     found = difference(name, tree, like, lambda leaf: str(list(jnp.shape(leaf))))
     if found is not None:
-        raise ValueError(f"{found}, as the parameters have it.")
+        raise ValueError(f"{found}: the {name} must have the tree and shapes of the parameters.")
 
 
 def difference(
@@ -116,7 +94,7 @@ def difference(
     )
     for path in [*expected, *found]:
         if path not in found or path not in expected:
-            return f"{name} {'has' if path in found else 'lacks'} the leaf {path}"
+            return f"{name}{path} is {'not expected' if path in found else 'missing'}"
         if found[path] != expected[path]:
             return f"{name}{path} is {found[path]} instead of {expected[path]}"
     return None

@@ -128,7 +128,7 @@ def coefficients_of(given: Coefficients | str, steps: int) -> list[list[float]]:
         raise ValueError(
             f"ns_coeffs has shape {rows.shape}; it must be three numbers, or three for each step."
         )
-    return (np.broadcast_to(rows, (steps, 3)) if rows.ndim == 1 else rows).tolist()  # type: ignore[no-any-return]
+    return (np.broadcast_to(rows, (steps, 3)) if rows.ndim == 1 else rows).tolist()
 
 
 def checked_dtype(ns_dtype: DTypeLike) -> np.dtype:

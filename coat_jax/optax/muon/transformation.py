@@ -41,7 +41,7 @@ from coat_jax.optax.checks.arguments import (
 )
 from coat_jax.optax.checks.trees import require_real_floats, require_state
 from coat_jax.optax.dtypes import in_fp32, promoted
-from coat_jax.optax.masks import Mask, checked_mask, require_mask
+from coat_jax.optax.masks import Mask, checked_mask
 from coat_jax.optax.muon.matrices import (
     DimensionNumbers,
     Matrix,
@@ -147,7 +147,6 @@ def fp8_muon(
         adam_eps_root=adam_eps_root,
         adam_weight_decay=adam_weight_decay,
     )
-    require_mask("weight_decay_mask", weight_decay_mask)
     numbers = muon_weight_dimension_numbers or certain_matrices
     muon = optax.chain(
         scale_by_fp8_muon(

@@ -19,7 +19,7 @@ from jaxtyping import Array
 from coat_jax.errors import UserError
 from coat_jax.kernels.adam import Number
 from coat_jax.optax.checks.trees import require_same_shapes
-from coat_jax.optax.in_place import InPlaceOptimizer, require_step
+from coat_jax.optax.in_place import InPlaceOptimizer
 from coat_jax.optax.partitioned.parts import Parts
 from coat_jax.optax.states.following import param_of_leaf
 from coat_jax.optax.states.host_memory import is_on_host, place_on_host
@@ -52,7 +52,6 @@ def in_host_memory(optimizer: InPlaceOptimizer) -> InPlaceOptimizer:
         >>> print(f"{params['w'][0, 0]:.3f}", state.mu.codes["w"].sharding.memory_kind)
         0.999 pinned_host
     """
-    require_step("in_host_memory", optimizer)
 
     def init(params: optax.Params) -> Any:
         _refuse_lookahead(params)

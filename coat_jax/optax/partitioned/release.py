@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from coat_jax.kernels.adam import Number
 from coat_jax.optax.clipping import global_norm
-from coat_jax.optax.in_place import InPlaceOptimizer, require_step
+from coat_jax.optax.in_place import InPlaceOptimizer
 from coat_jax.optax.partitioned.parts import Parts
 from coat_jax.validation import brief
 
@@ -96,7 +96,6 @@ def step_by_stages(
         >>> print(stepped.loss)
         1024.0
     """
-    require_step("step_by_stages", optimizer)
     if not isinstance(stages, list | tuple) or not all(isinstance(s, Stage) for s in stages):
         raise TypeError(f"stages={brief(stages)} must be a list or tuple of coat_jax.optax.Stage.")
     used = _leaves_of_stages(stages, params)

@@ -10,7 +10,6 @@ import optax
 import pytest
 from flax import nnx
 
-from coat_jax.errors import UserError
 from coat_jax.numerics.formats import E4M3
 from coat_jax.optax import (
     Storage,
@@ -18,7 +17,6 @@ from coat_jax.optax import (
     fp8_adamw,
     fp8_muon,
     global_norm_scale,
-    in_host_memory,
     in_place,
     scale_by_fp8_adam,
     with_rounding,
@@ -97,9 +95,6 @@ def test_numbers_are_numbers_in_their_range(make):
 
 
 SETTINGS = [
-    ({"mask": 0.1}, "mask=0.1 must be True or False"),
-    ({"mask": {"w": 1}}, r"mask\['w'\]=1 must be True or False"),
-    ({"mask": jnp.bfloat16}, "mask.*must be True or False"),
     ({"storage": {"group_size": 64}}, "must be a Storage or None"),
     ({"nesterov": 1}, "nesterov=1 must be True or False"),
 ]
@@ -107,7 +102,7 @@ SETTINGS = [
 
 def test_settings_of_a_wrong_type_are_refused():
     for argument, message in SETTINGS:
-        with pytest.raises(TypeError, match=message):
+        with pytest.raises(ValueError, match=message):
             fp8_adamw(1e-3, **argument)
     fp8_adamw(1e-3, mask={"w": True, "b": np.bool_(False)})
     fp8_adamw(1e-3, mask=lambda params: params)
@@ -115,7 +110,7 @@ def test_settings_of_a_wrong_type_are_refused():
         with pytest.raises(ValueError, match=r"mu_dtype=bfloat16: .*Storage\(first"):
             made(make, mu_dtype=jnp.bfloat16)
     for make in (*(partial(made, make) for make in MAKERS), partial(compress, optax.lion(1e-3))):
-        with pytest.raises(ValueError, match='must be None, "xla" or "triton", not \'cuda\''):
+        with pytest.raises(ValueError, match="implementation='cuda' must be"):
             make(implementation="cuda")
 
 
@@ -157,10 +152,6 @@ def step(grad_scale=1.0, state=None, **arguments):
     return optimizer.step(PARAMS, PARAMS, state, grad_scale=grad_scale)
 
 
-def host_memory_of_a_chain():
-    return in_host_memory(optax.sgd(1e-3))
-
-
 def rounding(seed):
     return with_rounding(optax.sgd(1.0), "stochastic", seed=seed)
 
@@ -172,18 +163,13 @@ REFUSED = [
     (
         lambda: step(state=fp8_adamw(1e-3, storage=FP8).init(PARAMS)),
         ValueError,
-        r"lacks the leaf .count. The state, of type tuple, was made by another",
+        r"state.count is missing. The state, of type tuple, was made by another",
     ),
     (
         lambda: step(state=optax.scale_by_adam().init(PARAMS)),
         ValueError,
         r"The state, of type ScaleByAdamState, was made by another optimizer",
     ),
-    (lambda: compress(optax.lion), TypeError, r"compress takes an optax transformation"),
-    (lambda: compress(None), TypeError, r"compress takes an optax transformation"),
-    # Named without the addresses of their functions.
-    (lambda: compress(fused()), TypeError, r"not a InPlaceOptimizer\. It is a whole"),
-    (host_memory_of_a_chain, UserError, r"its own, not a GradientTransformationExtraArgs\. Make"),
     (lambda: rounding("0"), ValueError, SEED),
     (lambda: rounding(True), ValueError, SEED),
     (lambda: rounding(2**32), ValueError, SEED),

@@ -406,7 +406,6 @@ def test_matrices_that_are_sharded_explicitly_are_updated_and_stay_sharded():
         ({"adam_b2": jnp.cos}, TypeError, "adam_b2=.* must be a number"),
         ({"adam_eps_root": -1.0}, ValueError, "adam_eps_root=-1.0"),
         ({"adam_weight_decay": True}, TypeError, r"adam_weight_decay=True .*or a schedule"),
-        ({"weight_decay_mask": "w"}, TypeError, "mask='w' must be True or False"),
     ],
 )
 def test_wrong_arguments_are_refused_when_it_is_made(arguments, error, words):

@@ -188,10 +188,8 @@ def test_what_cannot_be_stepped_in_parts_is_refused(monkeypatch):
         hosted.step(params, tree(1), state)
     with pytest.raises(UserError, match=r"state\.count of shape \(\) is in host .*init\(params\)"):
         coat.optax.step_by_stages(hosted, STAGES, params, state)
-    with pytest.raises(ValueError, match="gradients have another structure"):
+    with pytest.raises(ValueError, match="is missing: the gradients must have"):
         hosted.step(params, {"a": tree(1)["a"]}, hosted.init(params))
-    with pytest.raises(UserError, match=r"step of its own.*in_place\(\.\.\)"):
-        in_host_memory(coat.optax.fp8_adamw(1e-3))
     # Whatever their size: `in_place` takes them, and a small state would be on the device.
     lookahead = optax.lookahead(optax.sgd(1e-2), sync_period=5, slow_step_size=0.5)
     with pytest.raises(UserError, match=r"LookaheadParams.*without in_host_memory"):

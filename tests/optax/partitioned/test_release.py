@@ -157,14 +157,13 @@ def test_a_stage_may_select_a_leaf_twice():
 
 
 SCALAR = Stage(lambda params: params["table"], lambda table, x: x @ table)
-NO_TRANSFORMATION, LABELS = optax.sgd(1.0), in_place(coat.optax.fp8_muon(1e-2))
+LABELS = in_place(coat.optax.fp8_muon(1e-2))
 ADAMW = OPTIMIZERS["adamw"]()
 REFUSED = [
     (ADAMW, [*STAGES[:3], STAGES[-1]], r"selects params\['layers'\]\[2\]\['b'\]"),
     (ADAMW, [*STAGES[:-1], SCALAR], r"returned float32\[16, 128\]: it must return the loss"),
     (ADAMW, None, r"must be a list or tuple of coat_jax\.optax\.Stage"),
     (ADAMW, [lambda params, x: x], r"must be a list or tuple of coat_jax\.optax\.Stage"),
-    (NO_TRANSFORMATION, STAGES, r"step_by_stages takes an optimizer with a step of its own"),
     (LABELS, STAGES, r"masked states, as optax\.partition"),
 ]
 # Gradients would be those of what a stage computes while it selects, not of the parameters.
