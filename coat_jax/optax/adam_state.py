@@ -2,10 +2,11 @@
 
 Each parameter has two moments, each stored in three arrays: the codes, and per group of
 neighbours the largest magnitude `amax` and `exponent_x16`. `coat_jax.storage.Storage` says which
-leaves are stored in 8 bits, and in which formats. Muon, too, uses `init_moment`, `stored_layout`,
-`by_leaf` and `from_leaves`.
+leaves are stored in 8 bits, and in which formats. Muon, too, uses `init_moment`, `by_leaf` and
+`from_leaves`.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,9 +22,7 @@ from coat_jax.kernels.dispatch import Implementation
 from coat_jax.numerics import expansion, noise
 from coat_jax.numerics.expansion import Expanded
 from coat_jax.numerics.formats import codes_dtype
-from coat_jax.optax.checks.trees import (
-    require_real_floats,
-)
+from coat_jax.optax.checks.trees import require_real_floats
 from coat_jax.optax.derivatives import refuse_derivatives
 from coat_jax.optax.dtypes import in_fp32
 from coat_jax.optax.rounding import is_bf16
@@ -58,28 +57,17 @@ def init_state(params: optax.Params, storage: Storage) -> ScaleByFP8AdamState:
 def init_moment(params: optax.Params, dtype: DTypeLike, storage: Storage) -> Expanded:
     """A moment of zeros for every parameter, sharded as the parameter is."""
 
-    def tree(field: int, value: int) -> Any:
-        def leaf(p: Any) -> Array:
-            array = stored_layout(jnp.shape(p), dtype, storage)[field]
-            return full(p, array.shape, array.dtype, value)
-
+    def tree(leaf: Callable[[Any], Array]) -> Any:
         return fit_metadata(jax.tree.map(leaf, params), params)
 
-    return Expanded(codes=tree(0, 0), amax=tree(1, 0), exponent_x16=tree(2, expansion.STEPS))
+    def codes(p: Any) -> Array:
+        in_8_bits = storage.quantizes(jnp.shape(p))
+        return full(p, jnp.shape(p), codes_dtype(dtype) if in_8_bits else jnp.float32)
 
+    def per_group(dtype: DTypeLike, value: int) -> Any:
+        return tree(lambda p: full(p, storage.scales_shape(jnp.shape(p)), dtype, value))
 
-def stored_layout(
-    shape: tuple[int, ...], dtype: DTypeLike, storage: Storage
-) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Codes, amax and exponent_x16 of a parameter of this shape: their shapes and dtypes."""
-    per_group = storage.scales_shape(shape)
-    return (
-        jax.ShapeDtypeStruct(
-            shape, codes_dtype(dtype) if storage.quantizes(shape) else jnp.float32
-        ),
-        jax.ShapeDtypeStruct(per_group, jnp.float32),
-        jax.ShapeDtypeStruct(per_group, jnp.uint8),
-    )
+    return Expanded(tree(codes), per_group(jnp.float32, 0), per_group(jnp.uint8, expansion.STEPS))
 
 
 def step_tree(

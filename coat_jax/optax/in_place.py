@@ -103,13 +103,12 @@ def in_place(
         >>> print(params["w"][0, 0])
         0.9989
     """
-    _require_rounding(round_params, seed)
+    init_state, compute = _rounded(tx, round_params, seed)
     if isinstance(tx, FusedTransformation):
         return tx.fused(round_params)
-    tx = optax.with_extra_args_support(tx)
 
     def init(params: optax.Params) -> Any:
-        state = _init(tx, round_params, params)
+        state = init_state(params)
         nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, ScaleByFP8AdamState))
         has_adam = any(isinstance(node, ScaleByFP8AdamState) for node in nodes)
         if has_adam and not leaves_some_out(state):
@@ -129,11 +128,7 @@ def in_place(
         **extra_args: Any,
     ) -> tuple[optax.Params, Any]:
         require_step_arguments(grad_scale, skip)
-
-        def scaled(g: Any) -> Array:
-            return jnp.asarray(g * grad_scale, dtype_of(g))  # a factor may be in FP64
-
-        new, after, _ = _step(tx, round_params, seed, params, grads, state, scaled, extra_args)
+        new, after, _ = compute(params, grads, state, grad_scale, extra_args)
         if skip is False:
             return new, after
         # A conditional would copy both.
@@ -168,8 +163,7 @@ def with_rounding(
         >>> print(params["w"][0, 0], coat.optax.corrected_params(params, state)["w"][0, 0])
         0.976562 0.97558594
     """
-    _require_rounding(round_params, seed)
-    tx = optax.with_extra_args_support(tx)
+    init, compute = _rounded(tx, round_params, seed)
 
     def update(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
@@ -178,16 +172,14 @@ def with_rounding(
             raise ValueError(
                 "with_rounding needs the parameters: call tx.update(updates, state, params)."
             )
-        new, state, updates = _step(
-            tx, round_params, seed, params, updates, state, lambda g: g, extra_args
-        )
+        new, state, updates = compute(params, updates, state, 1.0, extra_args)
 
         def difference(old: Any, new: Any, update: Any) -> Any:
             return in_fp32(new) - in_fp32(old) if is_bf16(old) else update
 
         return jax.tree.map(difference, params, new, updates), state
 
-    return optax.GradientTransformationExtraArgs(partial(_init, tx, round_params), update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def require_step_arguments(grad_scale: Any, skip: Any) -> None:
@@ -196,61 +188,54 @@ def require_step_arguments(grad_scale: Any, skip: Any) -> None:
     require_flag("skip", skip)
 
 
-def _require_rounding(round_params: Any, seed: Any) -> None:
+def _rounded(
+    tx: optax.GradientTransformation, round_params: RoundParams, seed: int
+) -> tuple[Callable[[optax.Params], Any], Callable[..., tuple[optax.Params, Any, optax.Updates]]]:
+    """The initial state; and a step: new parameters and state, and the updates of `tx`."""
     require("round_params", round_params, RoundParams)
     require("seed", seed, Seed)
+    inner_tx = optax.with_extra_args_support(tx)
 
+    def init(params: optax.Params) -> InPlaceState | CorrectedState:
+        # Some transformations begin with Python numbers; a step turns them into arrays.
+        inner = jax.tree.map(
+            lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf),
+            inner_tx.init(in_fp32(params)),
+        )
+        _require_steppable(params, inner)
+        state = InPlaceState(jnp.zeros([], jnp.int32), inner)
+        return add_corrections(state, params) if round_params == "24_bits" else state
 
-def _init(
-    tx: optax.GradientTransformation, round_params: RoundParams, params: optax.Params
-) -> InPlaceState | CorrectedState:
-    # The first state of some transformations has Python numbers; a step turns them into arrays.
-    inner = jax.tree.map(
-        lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf),
-        tx.init(in_fp32(params)),
-    )
-    _require_steppable(params, inner)
-    state = InPlaceState(jnp.zeros([], jnp.int32), inner)
-    return add_corrections(state, params) if round_params == "24_bits" else state
+    def step(
+        params: optax.Params, grads: optax.Updates, state: Any, grad_scale: Number, extra_args: Any
+    ) -> tuple[optax.Params, Any, optax.Updates]:
+        before, joined, corrections = state, params, None
+        if round_params == "24_bits":
+            require_corrections(params, state)
+            before, corrections = state
+            joined = join_params(params, corrections)
+        require_state_of(InPlaceState, before)
+        require_same_shapes("gradients", grads, optimized(params))
+        _require_steppable(grads, before.inner)
+        wide = in_fp32(joined)
+        scaled = jax.tree.map(
+            lambda g: jnp.asarray(g * grad_scale, jnp.result_type(g)),  # a factor may be in FP64
+            in_fp32(grads),
+        )
+        with explaining_states(inner_tx, before.inner, wide):
+            updates, inner = inner_tx.update(scaled, before.inner, wide, **extra_args)
+            changed = difference("state", inner, before.inner)
+            if changed is not None:
+                raise ValueError(f"The transformation changed its own state: {changed}.")
+        count = optax.safe_increment(before.count)
+        stepped = optax.apply_updates(wide, updates)
+        new, corrections = round_stepped(
+            stepped, params, corrections, how=round_params, seed=seed, step=count
+        )
+        after = InPlaceState(count, inner)
+        return new, after if corrections is None else CorrectedState(after, corrections), updates
 
-
-def _step(
-    tx: optax.GradientTransformationExtraArgs,
-    round_params: RoundParams,
-    seed: int,
-    params: optax.Params,
-    grads: optax.Updates,
-    state: Any,
-    scale: Callable[[Any], Any],
-    extra_args: dict[str, Any],
-) -> tuple[optax.Params, Any, optax.Updates]:
-    """New parameters, their state, and the updates of `tx`."""
-    corrections = None
-    before, joined = state, params
-    if round_params == "24_bits":
-        require_corrections(params, state)
-        before, corrections = state
-        joined = join_params(params, corrections)
-    require_state_of(InPlaceState, before)
-    require_same_shapes("gradients", grads, optimized(params))
-    _require_steppable(grads, before.inner)
-    wide, grads = in_fp32(joined), jax.tree.map(scale, in_fp32(grads))
-    with explaining_states(tx, before.inner, wide):
-        updates, inner = tx.update(grads, before.inner, wide, **extra_args)
-        changed = difference("state", inner, before.inner)
-        if changed is not None:
-            raise ValueError(f"The transformation changed its own state: {changed}.")
-    count = optax.safe_increment(before.count)
-    new, corrections = round_stepped(
-        optax.apply_updates(wide, updates),
-        params,
-        corrections,
-        how=round_params,
-        seed=seed,
-        step=count,
-    )
-    after = InPlaceState(count, inner)
-    return new, after if corrections is None else CorrectedState(after, corrections), updates
+    return init, step
 
 
 def _require_steppable(tree: Any, state: Any) -> None:

@@ -114,7 +114,7 @@ def read_state(folder: Path, like: Any) -> Any:
     return jax.tree.map(_from_array, like, restored)
 
 
-def require_stored_like(path: str | Path, like: Any) -> Any:
+def require_stored_like(path: Path, like: Any) -> Any:
     """Returns the tree to ask orbax for; raises unless `path` has the leaves and dtypes of `like`.
 
     A Python number in `like` may be stored in any dtype of its kind: jit makes an array of it.
@@ -123,7 +123,6 @@ def require_stored_like(path: str | Path, like: Any) -> Any:
         FileNotFoundError: if there is none.
         UserError: naming what differs.
     """
-    path = expand_user(path).absolute()
     if not path.is_dir():
         raise FileNotFoundError(f"There is no checkpoint at {path}.")
     require_storable(like)

@@ -192,7 +192,7 @@ def test_what_cannot_be_stepped_in_parts_is_refused(monkeypatch):
         hosted.step(params, {"a": tree(1)["a"]}, hosted.init(params))
     # Whatever their size: `in_place` takes them, and a small state would be on the device.
     lookahead = optax.lookahead(optax.sgd(1e-2), sync_period=5, slow_step_size=0.5)
-    with pytest.raises(UserError, match=r"LookaheadParams.*without in_host_memory"):
+    with pytest.raises(UserError, match=r"optax.lookahead.*without in_host_memory"):
         in_host_memory(in_place(lookahead)).init(
             optax.LookaheadParams.init_synced({"w": jnp.ones(3)})
         )
