@@ -26,8 +26,7 @@ from coat_jax.optax.checks.trees import require_real_floats
 from coat_jax.optax.derivatives import refuse_derivatives
 from coat_jax.optax.dtypes import in_fp32
 from coat_jax.optax.rounding import is_bf16
-from coat_jax.optax.states.metadata import fit_metadata
-from coat_jax.optax.states.sharding import full
+from coat_jax.optax.states.sharding import fit_metadata, full
 from coat_jax.storage import Storage
 
 
@@ -82,21 +81,9 @@ def step_tree(
     dtypes: list[np.dtype] | None = None,
     implementation: Implementation | None,
 ) -> tuple[Any, ScaleByFP8AdamState, Any]:
-    """Steps a whole tree.
+    """Steps a whole tree: returns new parameters (without any, directions), state and corrections.
 
-    Args:
-        params: the parameters, or None.
-        grads: their gradients.
-        state: the state.
-        hyper: learning rate, decay rates and so on.
-        settings: formats and rounding.
-        decayed: see `adam_step`.
-        corrections: of the parameters, or None.
-        dtypes: of the directions; see `adam_step`.
-        implementation: see `dispatch`.
-
-    Returns:
-        New parameters (without `params`, directions), state and corrections.
+    The other arguments are those of `adam_step`.
     """
     leaves, structure = jax.tree.flatten(grads)
     old: list[Any] = [None] * len(leaves)

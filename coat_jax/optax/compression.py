@@ -33,9 +33,8 @@ from coat_jax.optax.checks.trees import (
 )
 from coat_jax.optax.derivatives import refuse_derivatives
 from coat_jax.optax.states.host_memory import on_device
-from coat_jax.optax.states.metadata import fit_metadata
 from coat_jax.optax.states.selection import select_moments, without_names
-from coat_jax.optax.states.sharding import full
+from coat_jax.optax.states.sharding import fit_metadata, full
 from coat_jax.storage import Storage, placeholder_shape
 
 

@@ -25,8 +25,7 @@ from coat_jax.numerics import corrections, noise
 from coat_jax.numerics.expansion import GROUP_SIZE
 from coat_jax.optax.checks.trees import require_state, require_state_of
 from coat_jax.optax.states.host_memory import on_device
-from coat_jax.optax.states.metadata import fit_metadata
-from coat_jax.optax.states.sharding import full
+from coat_jax.optax.states.sharding import fit_metadata, full
 from coat_jax.storage import placeholder_shape
 
 RoundParams = Literal["nearest", "stochastic", "24_bits"]
@@ -103,13 +102,8 @@ def round_stepped(
 ) -> tuple[optax.Params, Any]:
     """New parameters in their own dtypes, and new corrections.
 
-    Args:
-        stepped: the new parameters; those in 16 bits as FP32 numbers.
-        params: the old parameters.
-        corrections_of: the old corrections, for "24_bits".
-        how: how those in BF16 are rounded.
-        seed: of the rounding.
-        step: the number of this step.
+    `stepped` are the new parameters, with those in 16 bits as FP32 numbers; `params`, and for
+    "24_bits" `corrections_of`, are the old ones. `seed` and `step` seed the rounding.
     """
     leaves, structure = jax.tree.flatten(params)
     bytes_of, structure_of_bytes = jax.tree.flatten(corrections_of)

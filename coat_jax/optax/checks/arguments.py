@@ -48,8 +48,11 @@ def require_numbers(**arguments: Any) -> None:
         known = _known(value) if bare in RANGES else None
         low, high = RANGES.get(bare, (0.0, 0.0))
         if known is not None and not low <= known < high:
+            narrow = getattr(value, "dtype", None) in (jnp.bfloat16, jnp.float16)
+            advice = " Pass hyperparam_dtype=jnp.float32 to optax.inject_hyperparams."
             raise ValueError(
                 f"{name}={known!r} is outside its range, {low:g} <= {name} < {high:g}."
+                f"{advice if narrow else ''}"
             )
 
 

@@ -57,8 +57,7 @@ from coat_jax.optax.muon.newton_schulz import (
     coefficients_of,
     orthogonalize,
 )
-from coat_jax.optax.states.metadata import fit_metadata
-from coat_jax.optax.states.sharding import full
+from coat_jax.optax.states.sharding import fit_metadata, full
 from coat_jax.storage import Storage
 from coat_jax.validation import require
 
