@@ -76,7 +76,8 @@ def train_ours(folder: Path, tuned: Path, data: Iterable[np.ndarray]) -> check.R
     with jax.set_mesh(mesh):
         model = models.hf.load(folder, config)
         graph, params = nnx.split(model, nnx.Param)
-        optimizer = coat.optax.fused_fp8_adamw(RATE, weight_decay=0.0, round_params=True)
+        adamw = coat.optax.fp8_adamw(RATE, weight_decay=0.0)
+        optimizer = coat.optax.in_place(adamw, round_params="stochastic")
         state = jax.jit(
             optimizer.init, out_shardings=coat.optax.state_shardings(optimizer, params)
         )(params)

@@ -52,10 +52,10 @@ INSIDE = {
         ("checks",),
         ("states",),
         ("clipping", "dtypes", "rounding"),
-        ("corrections",),
-        ("adam_state",),
-        ("adam", "compression", "fused"),
-        ("partitioned", "in_place", "muon"),
+        ("adam_state", "compression"),
+        ("in_place",),
+        ("adam", "partitioned"),
+        ("muon",),
     ],
     "coat_jax.training": [
         ("data", "compilation_cache"),
@@ -181,7 +181,7 @@ BROKEN = {
 }
 KEPT = {
     "coat_jax.optax.adam": "import optax\nfrom coat_jax.numerics import expansion, noise",
-    "coat_jax.optax.in_place": "from coat_jax.optax.fused import x\nfrom . import rounding",
+    "coat_jax.optax.in_place": "from coat_jax.optax.masks import x\nfrom . import rounding",
     "coat_jax.cli": "from coat_jax.training import loop",
 }
 

@@ -12,9 +12,9 @@ import coat_jax
 PACKAGE = Path(coat_jax.__file__).parent
 PROGRAM = """
 import coat_jax as coat
-from coat_jax.optax import InPlaceOptimizer, fused_fp8_adamw
+from coat_jax.optax import InPlaceOptimizer, fp8_adamw, in_place
 
-optimizer: InPlaceOptimizer = fused_fp8_adamw(1e-3)
+optimizer: InPlaceOptimizer = in_place(fp8_adamw(1e-3))
 storage = coat.Storage(group_size="128")
 """
 CONFIG = """

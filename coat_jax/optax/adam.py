@@ -10,9 +10,22 @@
 with the argument names and defaults of `optax.adamw`. The state is 2.08 bytes per parameter
 instead of 8. Arithmetic is in FP32 whatever the dtypes; updates have the dtype to which gradients
 and parameters promote, as in optax.
+
+`in_place(fp8_adamw(..))` does in one pass over memory what the chain and `optax.apply_updates` do.
+Through XLA and in FP32, the results are those of the chain, bit for bit; with FP32 parameters and
+BF16 gradients they may differ by FP32's rounding. With both in BF16, the chain also rounds the
+updates between its transformations to BF16; the fused step does not. The roots and powers of the
+Triton kernel are approximate, with a relative error of 2^-22.
 """
 
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
 import optax
+from jaxtyping import Array
 
 from coat_jax.kernels.adam import Hyper, Number, Settings
 from coat_jax.kernels.dispatch import Implementation
@@ -20,12 +33,15 @@ from coat_jax.optax.adam_state import ScaleByFP8AdamState, init_state, step_tree
 from coat_jax.optax.checks.arguments import (
     checked_schedule,
     require_b2_for_b1,
-    require_hyper,
+    require_numbers,
     require_settings,
+    value_at,
 )
-from coat_jax.optax.checks.chains import checked_chain
+from coat_jax.optax.checks.trees import require_real_floats, require_same_shapes, require_state
 from coat_jax.optax.dtypes import update_dtypes
-from coat_jax.optax.masks import Mask, checked_mask, require_mask
+from coat_jax.optax.in_place import FusedTransformation, InPlaceOptimizer, require_step_arguments
+from coat_jax.optax.masks import Mask, checked_mask, mask_of
+from coat_jax.optax.rounding import CorrectedState, RoundParams, add_corrections
 from coat_jax.storage import Storage
 
 
@@ -45,19 +61,21 @@ def scale_by_fp8_adam(
     `fp8_adamw`, which chains it with weight decay and the learning rate, describes the arguments.
     """
     hyper = Hyper(b1=b1, b2=b2, eps=eps, eps_root=eps_root)
-    require_hyper(hyper)
+    require_numbers(b1=b1, b2=b2, eps=eps, eps_root=eps_root)
     require_settings(
         storage=storage, implementation=implementation, mu_dtype=mu_dtype, nesterov=nesterov
     )
     settings = Settings(storage or Storage(), nesterov)
 
     def init(params: optax.Params) -> ScaleByFP8AdamState:
-        require_b2_for_b1(hyper, settings.storage, params)
+        require_b2_for_b1(b1, b2, settings.storage, params)
         return init_state(params, settings.storage)
 
     def update(
         updates: optax.Updates, state: ScaleByFP8AdamState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ScaleByFP8AdamState]:
+        wanted = jax.eval_shape(partial(init_state, storage=settings.storage), updates)
+        require_state(state, wanted)
         directions, state, _ = step_tree(
             None,
             updates,
@@ -111,23 +129,77 @@ def fp8_adamw(
         >>> state[0].mu.codes["w"].dtype.name
         'int8'
     """
-    require_hyper(Hyper(learning_rate, b1, b2, eps, eps_root, weight_decay))
-    require_settings(storage=storage)
-    require_mask("mask", mask)
-    return checked_chain(
-        ScaleByFP8AdamState,
-        scale_by_fp8_adam(
-            b1,
-            b2,
-            eps,
-            eps_root,
-            mu_dtype,
-            nesterov=nesterov,
-            storage=storage,
-            implementation=implementation,
-        ),
+    hyper = Hyper(learning_rate, b1, b2, eps, eps_root, weight_decay)
+    require_numbers(learning_rate=learning_rate, weight_decay=weight_decay)
+    first = scale_by_fp8_adam(
+        b1,
+        b2,
+        eps,
+        eps_root,
+        mu_dtype,
+        nesterov=nesterov,
+        storage=storage,
+        implementation=implementation,
+    )
+    chain = optax.chain(
+        first,
         optax.add_decayed_weights(
             checked_schedule("weight_decay", weight_decay), checked_mask("mask", mask)
         ),
         optax.scale_by_learning_rate(checked_schedule("learning_rate", learning_rate)),
     )
+    tx = FusedTransformation(chain.init, chain.update)
+    settings = Settings(storage or Storage(), nesterov)
+    tx.fused = partial(_fused, first.init, hyper, mask, settings, implementation)
+    return tx
+
+
+def _fused(
+    init_moments: Callable[[optax.Params], Any],
+    hyper: Hyper,
+    mask: Mask | None,
+    settings: Settings,
+    implementation: Implementation | None,
+    round_params: RoundParams,
+) -> InPlaceOptimizer:
+    """The step of `in_place(fp8_adamw(..))`."""
+    corrects = round_params == "24_bits"
+    settings = dataclasses.replace(settings, round_params=round_params != "nearest")
+
+    def init(params: optax.Params) -> ScaleByFP8AdamState | CorrectedState:
+        state = init_moments(params)
+        return add_corrections(state, params) if corrects else state
+
+    def step(
+        params: optax.Params,
+        grads: optax.Updates,
+        state: Any,
+        *,
+        grad_scale: Number = 1.0,
+        skip: bool | Array = False,
+    ) -> tuple[optax.Params, Any]:
+        require_state(state, jax.eval_shape(init, params))
+        require_real_floats(grads)
+        require_same_shapes("gradients", grads, params)
+        require_step_arguments(grad_scale, skip)
+        adam = state.inner if corrects else state
+        now = hyper._replace(
+            learning_rate=value_at("learning_rate", hyper.learning_rate, adam.count),
+            weight_decay=value_at("weight_decay", hyper.weight_decay, adam.count),
+            grad_scale=grad_scale,
+            skip=skip,
+        )
+        flags = None if mask is None else jax.tree.leaves(mask_of("mask", mask, params))
+        new, adam, corrections = step_tree(
+            params,
+            grads,
+            adam,
+            now,
+            settings,
+            decayed=flags and list(map(bool, flags)),
+            corrections=state.corrections if corrects else None,
+            implementation=implementation,
+        )
+        return new, CorrectedState(adam, corrections) if corrects else adam
+
+    return InPlaceOptimizer(init, step)

@@ -2,11 +2,11 @@
 
 Each parameter has two moments, each stored in three arrays: the codes, and per group of
 neighbours the largest magnitude `amax` and `exponent_x16`. `coat_jax.storage.Storage` says which
-leaves are stored in 8 bits, and in which formats. `fp8_adamw` and `fused_fp8_adamw` have the same
-state. Muon, too, uses `init_moment`, `stored_layout`, `by_leaf` and `from_leaves`.
+leaves are stored in 8 bits, and in which formats. Muon, too, uses `init_moment`, `by_leaf` and
+`from_leaves`.
 """
 
-import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,17 +22,11 @@ from coat_jax.kernels.dispatch import Implementation
 from coat_jax.numerics import expansion, noise
 from coat_jax.numerics.expansion import Expanded
 from coat_jax.numerics.formats import codes_dtype
-from coat_jax.optax.checks.trees import (
-    require_moments,
-    require_real_floats,
-    require_same_shapes,
-    require_state_of,
-)
-from coat_jax.optax.corrections import CorrectedState, advice_on, is_corrected
+from coat_jax.optax.checks.trees import require_real_floats
 from coat_jax.optax.derivatives import refuse_derivatives
 from coat_jax.optax.dtypes import in_fp32
-from coat_jax.optax.states.metadata import fit_metadata
-from coat_jax.optax.states.sharding import full
+from coat_jax.optax.rounding import is_bf16
+from coat_jax.optax.states.sharding import fit_metadata, full
 from coat_jax.storage import Storage
 
 
@@ -62,28 +56,17 @@ def init_state(params: optax.Params, storage: Storage) -> ScaleByFP8AdamState:
 def init_moment(params: optax.Params, dtype: DTypeLike, storage: Storage) -> Expanded:
     """A moment of zeros for every parameter, sharded as the parameter is."""
 
-    def tree(field: int, value: int) -> Any:
-        def leaf(p: Any) -> Array:
-            array = stored_layout(jnp.shape(p), dtype, storage)[field]
-            return full(p, array.shape, array.dtype, value)
-
+    def tree(leaf: Callable[[Any], Array]) -> Any:
         return fit_metadata(jax.tree.map(leaf, params), params)
 
-    return Expanded(codes=tree(0, 0), amax=tree(1, 0), exponent_x16=tree(2, expansion.STEPS))
+    def codes(p: Any) -> Array:
+        in_8_bits = storage.quantizes(jnp.shape(p))
+        return full(p, jnp.shape(p), codes_dtype(dtype) if in_8_bits else jnp.float32)
 
+    def per_group(dtype: DTypeLike, value: int) -> Any:
+        return tree(lambda p: full(p, storage.scales_shape(jnp.shape(p)), dtype, value))
 
-def stored_layout(
-    shape: tuple[int, ...], dtype: DTypeLike, storage: Storage
-) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Codes, amax and exponent_x16 of a parameter of this shape: their shapes and dtypes."""
-    per_group = storage.scales_shape(shape)
-    return (
-        jax.ShapeDtypeStruct(
-            shape, codes_dtype(dtype) if storage.quantizes(shape) else jnp.float32
-        ),
-        jax.ShapeDtypeStruct(per_group, jnp.float32),
-        jax.ShapeDtypeStruct(per_group, jnp.uint8),
-    )
+    return Expanded(tree(codes), per_group(jnp.float32, 0), per_group(jnp.uint8, expansion.STEPS))
 
 
 def step_tree(
@@ -98,35 +81,18 @@ def step_tree(
     dtypes: list[np.dtype] | None = None,
     implementation: Implementation | None,
 ) -> tuple[Any, ScaleByFP8AdamState, Any]:
-    """Steps a whole tree.
+    """Steps a whole tree: returns new parameters (without any, directions), state and corrections.
 
-    Args:
-        params: the parameters, or None.
-        grads: their gradients.
-        state: the state.
-        hyper: learning rate, decay rates and so on.
-        settings: formats and rounding.
-        decayed: see `adam_step`.
-        corrections: of the parameters, or None.
-        dtypes: of the directions; see `adam_step`.
-        implementation: see `dispatch`.
-
-    Returns:
-        New parameters (without `params`, directions), state and corrections.
+    The other arguments are those of `adam_step`.
     """
-    require_state(state, settings.storage)
-    require_real_floats(grads)
-    require_same_shapes("gradients", grads, state.mu.codes)
     leaves, structure = jax.tree.flatten(grads)
     old: list[Any] = [None] * len(leaves)
     if params is not None:
-        require_real_floats(params)
-        require_same_shapes("parameters", params, state.mu.codes)
         old, structure = jax.tree.flatten(params)
         old = [jnp.asarray(p) for p in old]
     of_leaves = [None] * len(leaves) if corrections is None else jax.tree.leaves(corrections)
     per_leaf = [
-        Leaf(p, jnp.asarray(g), mu, nu, c if c is not None and is_corrected(p) else None)
+        Leaf(p, jnp.asarray(g), mu, nu, c if c is not None and is_bf16(p) else None)
         for p, g, mu, nu, c in zip(
             old, leaves, by_leaf(state.mu), by_leaf(state.nu), of_leaves, strict=True
         )
@@ -156,20 +122,6 @@ def step_tree(
         ]
         corrections = jax.tree.unflatten(jax.tree.structure(corrections), new)
     return result, ScaleByFP8AdamState(count, mu, nu), corrections
-
-
-def require_state(state: Any, storage: Storage) -> None:
-    """Raises unless `state` is one of 8-bit Adam, stored as `storage` says."""
-    advice = advice_on(state)
-    links = () if isinstance(state, CorrectedState) or not isinstance(state, tuple) else state
-    if any(isinstance(link, ScaleByFP8AdamState) for link in links):
-        advice = "This is the state of a chain; pass the link that is a ScaleByFP8AdamState."
-    require_state_of(ScaleByFP8AdamState, state, advice)
-    for name in ("mu", "nu"):
-        dtype = storage.first if name == "mu" else storage.second
-
-        layout = functools.partial(stored_layout, dtype=dtype, storage=storage)
-        require_moments(name, getattr(state, name), layout)
 
 
 def by_leaf(moment: Expanded) -> list[Expanded]:

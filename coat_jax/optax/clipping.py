@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from coat_jax.optax.checks.arguments import require_number
+from coat_jax.optax.checks.arguments import require_numbers
 
 
 def global_norm(grads: optax.Updates) -> Float[Array, ""]:
@@ -27,7 +27,7 @@ def global_norm_scale(grads: optax.Updates, max_norm: float | Float[Array, ""]) 
         max_norm: the largest norm of the gradients times the factor, above zero. To train
             without clipping, leave `grad_scale` out.
     """
-    require_number("max_norm", max_norm)
+    require_numbers(max_norm=max_norm)
     return clip_scale(global_norm(grads), max_norm).astype(jnp.float32)
 
 

@@ -30,14 +30,11 @@ from coat_jax.optax.checks.trees import (
     explaining_states,
     is_fp8,
     require_state_of,
-    require_stored,
-    require_transformation,
 )
 from coat_jax.optax.derivatives import refuse_derivatives
 from coat_jax.optax.states.host_memory import on_device
-from coat_jax.optax.states.metadata import fit_metadata
 from coat_jax.optax.states.selection import select_moments, without_names
-from coat_jax.optax.states.sharding import full
+from coat_jax.optax.states.sharding import fit_metadata, full
 from coat_jax.storage import Storage, placeholder_shape
 
 
@@ -81,7 +78,7 @@ def compress(
         {'b': 'float32', 'w': 'float8_e4m3fn'}
     """
     require_settings(storage=storage, implementation=implementation)
-    inner = optax.with_extra_args_support(require_transformation("compress", tx))
+    inner = optax.with_extra_args_support(tx)
     storage = storage or Storage()
 
     def init(params: optax.Params) -> CompressedState:
@@ -162,8 +159,13 @@ def _stored_leaves(state: Any, storage: Storage) -> list[Expanded]:
     require_state_of(CompressedState, state)
     stored = [Expanded(*arrays) for arrays in zip(*map(jax.tree.leaves, state[1:]), strict=True)]
     for (path, _), e in zip(jax.tree.leaves_with_path(state.codes), stored, strict=True):
-        if is_fp8(e.codes):
-            require_stored(jax.tree_util.keystr(path), e, storage)
+        scales = scales_shape(jnp.shape(e.codes), storage.group_size)
+        if is_fp8(e.codes) and (e.codes.dtype, e.amax.shape) != (storage.other, scales):
+            raise ValueError(
+                f"state.codes{jax.tree_util.keystr(path)} is {e.codes.dtype} with scales "
+                f"{list(e.amax.shape)} instead of {jnp.dtype(storage.other)} with {list(scales)}: "
+                "use the Storage that the state was made with."
+            )
     return stored
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from coat_jax.optax.checks.trees import dtype_of, require_real_floats
+from coat_jax.optax.checks.trees import dtype_of
 
 
 def in_fp32(tree: Any) -> Any:
@@ -26,7 +26,6 @@ def update_dtypes(updates: optax.Updates, params: optax.Params | None) -> list[n
 
     None without parameters, or with those of another model, which a later check refuses.
     """
-    require_real_floats(updates)
     structure: Any = jax.tree.structure(params)
     if structure != jax.tree.structure(updates):
         return None

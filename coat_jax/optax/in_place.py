@@ -1,13 +1,17 @@
-"""Any optax transformation as a step in place, with the interface of `fused_fp8_adamw`.
+"""Any optax transformation as a whole step: in place, and with BF16 parameters rounded in one way.
 
-    optimizer = in_place(compress(optax.lion(1e-4)))
+    optimizer = in_place(fp8_adamw(1e-3))
     params, state = optimizer.step(params, grads, state, grad_scale=scale, skip=not_finite)
 
-The transformation gets parameters and gradients in FP32, whatever their dtypes, so the moments of
-BF16 parameters are in FP32 (or in FP8, with `compress`). XLA fuses the casts. If parameters and
-state are donated, they are not copied.
+If parameters and state are donated, they are not copied. `fp8_adamw` has a step of its own, in one
+pass over memory. Any other transformation gets parameters and gradients in FP32, whatever their
+dtypes, so the moments of BF16 parameters are in FP32 (or in FP8, with `compress`). XLA fuses the
+casts. `with_rounding` computes the same as a transformation, for optax's own loop.
 """
 
+import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,33 +20,49 @@ import optax
 from jaxtyping import Array, Int32
 
 from coat_jax.kernels.adam import Number
-from coat_jax.optax.checks.arguments import (
-    require_flag,
-    require_scalar,
-    require_seed,
-    require_settings,
-)
+from coat_jax.optax.adam_state import ScaleByFP8AdamState
+from coat_jax.optax.checks.arguments import require_flag, require_numbers
 from coat_jax.optax.checks.trees import (
+    difference,
     dtype_of,
     explaining_states,
     require_real_float,
     require_same_shapes,
     require_state_of,
-    require_transformation,
-)
-from coat_jax.optax.corrections import (
-    CorrectedState,
-    advice_on,
-    init_corrections,
-    join_params,
-    require_corrections,
-    split_params,
 )
 from coat_jax.optax.dtypes import in_fp32
-from coat_jax.optax.fused import InPlaceOptimizer
 from coat_jax.optax.masks import leaves_some_out
-from coat_jax.optax.rounding import apply_updates
+from coat_jax.optax.rounding import (
+    CorrectedState,
+    RoundParams,
+    add_corrections,
+    is_bf16,
+    join_params,
+    require_corrections,
+    round_stepped,
+)
 from coat_jax.optax.states.following import optimized
+from coat_jax.validation import Seed, require
+
+_log = logging.getLogger("coat_jax")
+
+
+class InPlaceOptimizer(NamedTuple):
+    """`init(params) -> state` and `step(params, grads, state) -> (params, state)`.
+
+    The step also takes, by name, `grad_scale`, which multiplies the gradients, and `skip`: if true,
+    nothing changes, bit for bit and still in place. (A conditional around the step would copy
+    parameters and state.)
+    """
+
+    init: Callable[[optax.Params], Any]
+    step: Callable[..., tuple[optax.Params, Any]]
+
+
+class FusedTransformation(optax.GradientTransformationExtraArgs):
+    """A transformation with a step in one pass, which `in_place` returns instead of its own."""
+
+    fused: Callable[[RoundParams], InPlaceOptimizer]
 
 
 class InPlaceState(NamedTuple):
@@ -53,49 +73,50 @@ class InPlaceState(NamedTuple):
 
 
 def in_place(
-    tx: optax.GradientTransformation,
-    *,
-    round_params: bool = False,
-    correct_params: bool = False,
-    seed: int = 0,
+    tx: optax.GradientTransformation, *, round_params: RoundParams = "nearest", seed: int = 0
 ) -> InPlaceOptimizer:
     """Makes an optax transformation a step that updates parameters and state in place.
 
+    `in_place(fp8_adamw(..))` computes the step in one pass over memory. Its state is a
+    `ScaleByFP8AdamState`, that of the first transformation in `fp8_adamw`. A chain that contains
+    `fp8_adamw` is not computed in one pass: instead of clipping in a chain, pass `grad_scale`.
+
     Args:
         tx: any optax transformation whose state keeps its structure and dtypes.
-        round_params: whether BF16 parameters are rounded stochastically, so that updates
-            smaller than half a unit in the last place are not lost.
-        correct_params: whether BF16 parameters train as numbers of 24 bits. The state is then a
-            `CorrectedState`, with 8 bits for each. `round_params` rounds the last of the 24 bits.
-        seed: of that rounding.
+        round_params: how BF16 parameters are rounded. "nearest" loses updates smaller than half a
+            unit in the last place; "stochastic" preserves them on average. With "24_bits"
+            parameters train as numbers of 24 bits, the last of them rounded stochastically: the
+            state is a `CorrectedState`, with 8 bits for each.
+        seed: of that rounding; for `fp8_adamw`, that of its `Storage` instead.
 
     Returns:
         `init` and `step`. `step` passes other keyword arguments to `tx.update`, such as the `value`
         of `optax.contrib.reduce_on_plateau`.
 
     Example:
-        >>> import coat_jax as coat, jax, jax.numpy as jnp, optax
+        >>> import coat_jax as coat, jax, jax.numpy as jnp
         >>> params = {"w": jnp.ones((256, 256))}
-        >>> optimizer = coat.optax.in_place(coat.optax.compress(optax.lion(1e-3)))
+        >>> optimizer = coat.optax.in_place(coat.optax.fp8_adamw(1e-3, b2=0.95, weight_decay=0.1))
         >>> state = optimizer.init(params)
         >>> step = jax.jit(optimizer.step, donate_argnums=(0, 2))
         >>> params, state = step(params, {"w": jnp.ones((256, 256))}, state)
-        >>> print(f"{params['w'][0, 0]:.3f}")
-        0.999
+        >>> print(params["w"][0, 0])
+        0.9989
     """
-    require_settings(storage=None, round_params=round_params, correct_params=correct_params)
-    require_seed(seed)
-    inner_tx = optax.with_extra_args_support(require_transformation("in_place", tx))
+    init_state, compute = _rounded(tx, round_params, seed)
+    if isinstance(tx, FusedTransformation):
+        return tx.fused(round_params)
 
-    def init(params: optax.Params) -> InPlaceState | CorrectedState:
-        # The first state of some transformations has Python numbers; a step turns them into arrays.
-        state = jax.tree.map(
-            lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf),
-            inner_tx.init(in_fp32(params)),
-        )
-        _require_steppable(params, state)
-        state = InPlaceState(jnp.zeros([], jnp.int32), state)
-        return CorrectedState(state, init_corrections(params)) if correct_params else state
+    def init(params: optax.Params) -> Any:
+        state = init_state(params)
+        nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, ScaleByFP8AdamState))
+        has_adam = any(isinstance(node, ScaleByFP8AdamState) for node in nodes)
+        if has_adam and not leaves_some_out(state):
+            _log.warning(
+                "in_place computes a transformation around fp8_adamw in several passes. For one "
+                "pass use in_place(fp8_adamw(..)), and clip by the step's grad_scale."
+            )
+        return state
 
     def step(
         params: optax.Params,
@@ -106,39 +127,115 @@ def in_place(
         skip: bool | Array = False,
         **extra_args: Any,
     ) -> tuple[optax.Params, Any]:
-        if correct_params:
-            require_corrections(params, state)
-        before = state.inner if correct_params else state
-        require_state_of(InPlaceState, before, advice_on(before))
-        require_scalar("grad_scale", grad_scale)
-        require_flag("skip", skip)
-        require_same_shapes("gradients", grads, optimized(params))
-        _require_steppable(grads, before.inner)
-        scaled = jax.tree.map(
-            lambda g: jnp.asarray(g * grad_scale, dtype_of(g)),  # a factor may be in FP64
-            in_fp32(grads),
-        )
-        wide = join_params(params, state) if correct_params else params
-        in_full = in_fp32(wide)
-        with explaining_states(inner_tx, before.inner, in_full):
-            updates, inner = inner_tx.update(scaled, before.inner, in_full, **extra_args)
-            _require_unchanged(before.inner, inner)
-        count = optax.safe_increment(before.count)
-        new = InPlaceState(count, inner)
-        after: tuple[optax.Params, Any]
-        if correct_params:
-            step_of_rounding = count if round_params else None
-            stepped = optax.apply_updates(wide, updates)
-            after = split_params(stepped, params, state, new, seed=seed, step=step_of_rounding)
-        elif round_params:
-            after = apply_updates(params, updates, step=count, seed=seed), new
-        else:
-            after = optax.apply_updates(params, updates), new
+        require_step_arguments(grad_scale, skip)
+        new, after, _ = compute(params, grads, state, grad_scale, extra_args)
         if skip is False:
-            return after
-        return _select(skip, (params, state), after)
+            return new, after
+        # A conditional would copy both.
+        return jax.tree.map(partial(jnp.where, skip), (params, state), (new, after))
 
     return InPlaceOptimizer(init, step)
+
+
+def with_rounding(
+    tx: optax.GradientTransformation, round_params: RoundParams, *, seed: int = 0
+) -> optax.GradientTransformationExtraArgs:
+    """Makes `optax.apply_updates` round BF16 parameters as `in_place` does.
+
+    The state is that of `in_place`, and `tx` gets parameters and gradients in FP32. The update of a
+    BF16 parameter becomes the difference, in FP32, between the new and the old one, which
+    `optax.apply_updates` must get unchanged: make this the outermost transformation. Updates of
+    other parameters are those of `tx`.
+
+    Args:
+        tx: any optax transformation, such as a chain.
+        round_params: see `in_place`.
+        seed: of the rounding.
+
+    Example:
+        >>> import coat_jax as coat, jax.numpy as jnp, optax
+        >>> params = {"w": jnp.ones((256, 256), jnp.bfloat16)}
+        >>> tx = coat.optax.with_rounding(optax.sgd(2.0**-12), "24_bits")
+        >>> state = tx.init(params)
+        >>> for _ in range(100):
+        ...     updates, state = tx.update({"w": jnp.ones((256, 256))}, state, params)
+        ...     params = optax.apply_updates(params, updates)
+        >>> print(params["w"][0, 0], coat.optax.corrected_params(params, state)["w"][0, 0])
+        0.976562 0.97558594
+    """
+    init, compute = _rounded(tx, round_params, seed)
+
+    def update(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, Any]:
+        if params is None:
+            raise ValueError(
+                "with_rounding needs the parameters: call tx.update(updates, state, params)."
+            )
+        new, state, updates = compute(params, updates, state, 1.0, extra_args)
+
+        def difference(old: Any, new: Any, update: Any) -> Any:
+            return in_fp32(new) - in_fp32(old) if is_bf16(old) else update
+
+        return jax.tree.map(difference, params, new, updates), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def require_step_arguments(grad_scale: Any, skip: Any) -> None:
+    """Raises unless the arguments of a step have the right types."""
+    require_numbers(grad_scale=grad_scale)
+    require_flag("skip", skip)
+
+
+def _rounded(
+    tx: optax.GradientTransformation, round_params: RoundParams, seed: int
+) -> tuple[Callable[[optax.Params], Any], Callable[..., tuple[optax.Params, Any, optax.Updates]]]:
+    """The initial state; and a step: new parameters and state, and the updates of `tx`."""
+    require("round_params", round_params, RoundParams)
+    require("seed", seed, Seed)
+    inner_tx = optax.with_extra_args_support(tx)
+
+    def init(params: optax.Params) -> InPlaceState | CorrectedState:
+        # Some transformations begin with Python numbers; a step turns them into arrays.
+        inner = jax.tree.map(
+            lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf),
+            inner_tx.init(in_fp32(params)),
+        )
+        _require_steppable(params, inner)
+        state = InPlaceState(jnp.zeros([], jnp.int32), inner)
+        return add_corrections(state, params) if round_params == "24_bits" else state
+
+    def step(
+        params: optax.Params, grads: optax.Updates, state: Any, grad_scale: Number, extra_args: Any
+    ) -> tuple[optax.Params, Any, optax.Updates]:
+        before, joined, corrections = state, params, None
+        if round_params == "24_bits":
+            require_corrections(params, state)
+            before, corrections = state
+            joined = join_params(params, corrections)
+        require_state_of(InPlaceState, before)
+        require_same_shapes("gradients", grads, optimized(params))
+        _require_steppable(grads, before.inner)
+        wide = in_fp32(joined)
+        scaled = jax.tree.map(
+            lambda g: jnp.asarray(g * grad_scale, jnp.result_type(g)),  # a factor may be in FP64
+            in_fp32(grads),
+        )
+        with explaining_states(inner_tx, before.inner, wide):
+            updates, inner = inner_tx.update(scaled, before.inner, wide, **extra_args)
+            changed = difference("state", inner, before.inner)
+            if changed is not None:
+                raise ValueError(f"The transformation changed its own state: {changed}.")
+        count = optax.safe_increment(before.count)
+        stepped = optax.apply_updates(wide, updates)
+        new, corrections = round_stepped(
+            stepped, params, corrections, how=round_params, seed=seed, step=count
+        )
+        after = InPlaceState(count, inner)
+        return new, after if corrections is None else CorrectedState(after, corrections), updates
+
+    return init, step
 
 
 def _require_steppable(tree: Any, state: Any) -> None:
@@ -152,26 +249,3 @@ def _require_steppable(tree: Any, state: Any) -> None:
     for path, leaf in jax.tree.leaves_with_path(tree):
         if not any(jnp.issubdtype(dtype_of(leaf), kind) for kind in stepped):
             require_real_float(jax.tree_util.keystr(path) or "the parameter", leaf)
-
-
-def _select(skip: bool | Array, before: Any, after: Any) -> Any:
-    """`before` where `skip` is true, otherwise `after`. A conditional would copy both."""
-    return jax.tree.map(lambda old, new: jnp.where(skip, old, new), before, after)
-
-
-def _require_unchanged(before: Any, after: Any) -> None:
-    """Raises unless the new state has the same structure, shapes and dtypes as the old one."""
-    was: Any = jax.tree.structure(before)
-    if was != jax.tree.structure(after):
-        raise ValueError(
-            f"The transformation changed the structure of its state, from {was} to "
-            f"{jax.tree.structure(after)}. A step in place needs a state that keeps its structure."
-        )
-    pairs = zip(jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True)
-    for (path, old), new in pairs:
-        if (jnp.shape(old), old.dtype) != (jnp.shape(new), jnp.asarray(new).dtype):
-            raise ValueError(
-                f"The transformation changed state{jax.tree_util.keystr(path)} from {old.dtype}"
-                f"{list(jnp.shape(old))} to {jnp.asarray(new).dtype}{list(jnp.shape(new))}. A step "
-                "in place needs a state that keeps its shapes and dtypes."
-            )

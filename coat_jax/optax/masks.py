@@ -18,12 +18,6 @@ from coat_jax.validation import brief
 Mask = Any | Callable[[optax.Params], Any]
 
 
-def require_mask(name: str, mask: Any) -> None:
-    """Raises unless the argument `name` is a function, or a tree whose leaves are booleans."""
-    if not is_mask_function(mask):
-        _require_booleans(name, mask)
-
-
 def checked_mask(name: str, mask: Mask | None) -> Mask | None:
     """The mask as a function that raises if its tree does not fit the parameters it gets.
 
@@ -42,9 +36,10 @@ def mask_of(name: str, mask: Mask, params: optax.Params) -> Any:
         return jax.tree.broadcast(tree, params)
     except ValueError:
         raise ValueError(
-            f"{name} does not fit the parameters: {_difference(tree, params)}. It needs True or "
-            "False for each parameter, or for all of a subtree; a function fits any parameters: "
-            f"{name}=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)."
+            f"{name} does not fit the parameters: it is {jax.tree.structure(tree)}, and they are "
+            f"{jax.tree.structure(params)}. It needs True or False for each, or for all of a "
+            f"subtree; a function fits any: {name}=lambda params: jax.tree.map(lambda p: p.ndim > "
+            "1, params)."
         ) from None
 
 
@@ -62,20 +57,6 @@ def _require_booleans(name: str, tree: Any) -> None:
                 f"{name}{keystr(path)}={brief(flag)} must be True or False: a mask is "
                 "a tree of booleans, or a function from parameters to one."
             )
-
-
-def _difference(tree: Any, params: optax.Params) -> str:
-    """Why a tree is not a prefix of the parameters."""
-    flags = [path for path, _ in jax.tree.leaves_with_path(tree)]
-    # In optax.partition, parameters that another optimizer updates are nodes without leaves.
-    leaves = [path for path, _ in jax.tree.leaves_with_path(params, is_leaf=is_left_out)]
-    for path in leaves:
-        if not any(path[: len(flag)] == flag for flag in flags):
-            return f"it has no entry for {keystr(path) or 'the parameter'}"
-    for flag in flags:
-        if not any(path[: len(flag)] == flag for path in leaves):
-            return f"there is no parameter {keystr(flag)}"
-    return f"its structure is {jax.tree.structure(tree)}, theirs {jax.tree.structure(params)}"
 
 
 def is_left_out(node: Any) -> bool:

@@ -1,96 +1,129 @@
-"""Updates of BF16 parameters that are right on average, without FP32 master copies.
+"""How BF16 parameters are rounded after a step that is computed in FP32.
 
-BF16 has 8 bits of precision: an update smaller than 1/512 of its parameter is lost when their
-sum is rounded to nearest. Rounded up or down at random, with probabilities set by the distances,
-the sum is right on average. The random numbers are hashed from seed, step, leaf and index
-(`coat_jax.numerics.noise`): the same run gives the same parameters, on any mesh.
+    "nearest"      an update smaller than 1/512 of its parameter is lost
+    "stochastic"   up or down at random, right on average
+    "24_bits"      8 more bits of each parameter are in the state; their last is rounded at random
+
+With 24 bits a step takes  p, c -> numbers of 24 bits in FP32 -> a step of any optimizer -> p, c.
+The correction c is one byte per BF16 parameter (`coat_jax.numerics.corrections`). The model
+computes with p, the nearest BF16 numbers. Parameters of other dtypes need no corrections, and
+have a placeholder of a few bytes.
+
+The random numbers are hashed from seed, step, leaf and index (`coat_jax.numerics.noise`): the same
+run gives the same parameters, on any mesh.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array
 
-from coat_jax.numerics import noise
+from coat_jax.numerics import corrections, noise
 from coat_jax.numerics.expansion import GROUP_SIZE
-from coat_jax.optax.checks.arguments import require_seed, require_step_number
-from coat_jax.optax.checks.trees import dtype_of, require_same_shapes, require_state_of
+from coat_jax.optax.checks.trees import require_state, require_state_of
+from coat_jax.optax.states.host_memory import on_device
+from coat_jax.optax.states.sharding import fit_metadata, full
+from coat_jax.storage import placeholder_shape
+
+RoundParams = Literal["nearest", "stochastic", "24_bits"]
 
 
-class StochasticRoundState(NamedTuple):
-    """The state of `stochastic_round_updates`."""
+class CorrectedState(NamedTuple):
+    """The state of an optimizer with `round_params="24_bits"`.
 
-    count: Int32[Array, ""]  # type: ignore[assignment]
+    Attributes:
+        inner: the state that the optimizer would have without corrections.
+        corrections: int8 arrays in a tree like the parameters'. They belong to the parameters that
+            the same step returned: if you replace a parameter, set its corrections to zero.
+    """
+
+    inner: Any
+    corrections: Any
 
 
-def stochastic_round_updates(seed: int = 0) -> optax.GradientTransformation:
-    """Makes `optax.apply_updates` round BF16 parameters stochastically. Put it last in a chain.
-
-    The update of a BF16 parameter becomes the difference, in FP32, between the stochastically
-    rounded sum and the parameter. Updates of other parameters pass unchanged.
+def corrected_params(params: optax.Params, state: Any) -> optax.Params:
+    """The parameters with their corrections: those in BF16 become FP32 numbers of 24 bits.
 
     Args:
-        seed: seeds the random numbers.
+        params: the parameters.
+        state: of the optimizer, or of a chain or wrapper with the optimizer in it. What is in host
+            memory is copied to the device.
     """
-    require_seed(seed)
-
-    def init(params: optax.Params) -> StochasticRoundState:
-        del params
-        return StochasticRoundState(jnp.zeros([], jnp.int32))
-
-    def update(
-        updates: optax.Updates, state: StochasticRoundState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, StochasticRoundState]:
-        if params is None:
-            raise ValueError(
-                "stochastic_round_updates needs the parameters that it rounds for: call "
-                "tx.update(updates, state, params)."
-            )
-        require_state_of(StochasticRoundState, state)
-        count = optax.safe_increment(state.count)
-        new = apply_updates(params, updates, step=count, seed=seed)
-
-        def difference(p: Any, u: Any, q: Any) -> Any:
-            if dtype_of(p) != jnp.bfloat16:
-                return u
-            return q.astype(jnp.float32) - p.astype(jnp.float32)
-
-        return jax.tree.map(difference, params, updates, new), StochasticRoundState(count)
-
-    return optax.GradientTransformation(init, update)
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, CorrectedState))
+    states = [node for node in nodes if isinstance(node, CorrectedState)]
+    if len(states) != 1:
+        raise ValueError(
+            f"The state contains {len(states)} CorrectedStates, and must contain one. Optimizers "
+            'with round_params="24_bits" have one.'
+        )
+    require_corrections(params, states[0])
+    return join_params(params, on_device(states[0].corrections))
 
 
-def apply_updates(
-    params: optax.Params, updates: optax.Updates, *, step: ArrayLike, seed: int = 0
-) -> optax.Params:
-    """`optax.apply_updates`, with BF16 parameters rounded stochastically.
+def is_bf16(param: Any) -> bool:
+    """Whether a parameter is rounded as `round_params` says."""
+    return bool(jnp.result_type(param) == jnp.bfloat16)
 
-    Args:
-        params: parameters of any dtype.
-        updates: what is added to them.
-        step: the number of this step, so that the rounding of each step is independent.
-        seed: seeds the random numbers.
-    """
-    require_seed(seed)
-    require_step_number(step)
-    require_same_shapes("updates", updates, params)
+
+def add_corrections(state: Any, params: optax.Params) -> CorrectedState:
+    """A new state with corrections of zero, sharded like the parameters."""
+    return CorrectedState(state, _zeros(params))
+
+
+def _zeros(params: optax.Params) -> Any:
+    def leaf(p: Any) -> Array:
+        shape = jnp.shape(p)
+        return full(p, shape if is_bf16(p) else placeholder_shape(shape), corrections.DTYPE)
+
+    return fit_metadata(jax.tree.map(leaf, params), params)
+
+
+def join_params(params: optax.Params, corrections_of: Any) -> optax.Params:
+    """The parameters with those in BF16 joined with their corrections, as FP32 numbers."""
     leaves, structure = jax.tree.flatten(params)
-    pairs = [
-        (jnp.asarray(p), jnp.asarray(u))
-        for p, u in zip(leaves, jax.tree.leaves(updates), strict=True)
+    joined = [
+        corrections.join(p, c) if is_bf16(p) else p
+        for p, c in zip(leaves, jax.tree.leaves(corrections_of), strict=True)
     ]
-    new = [
-        _apply(p, u, noise.distinguish(noise.leaf_key(seed, step, leaf), p, u))
-        for leaf, (p, u) in zip(noise.leaf_ids(params), pairs, strict=True)
-    ]
-    return jax.tree.unflatten(structure, new)
+    return jax.tree.unflatten(structure, joined)
 
 
-def _apply(p: Array, u: Array, key: Any) -> Float[Array, "..."]:
-    if p.dtype != jnp.bfloat16:
-        return (p + u).astype(p.dtype)
-    total = p.astype(jnp.float32) + u.astype(jnp.float32)
-    return noise.round_to_bfloat16(total, noise.param_key(key), run=GROUP_SIZE)
+def round_stepped(
+    stepped: optax.Params,
+    params: optax.Params,
+    corrections_of: Any = None,
+    *,
+    how: RoundParams,
+    seed: int,
+    step: ArrayLike,
+) -> tuple[optax.Params, Any]:
+    """New parameters in their own dtypes, and new corrections.
+
+    `stepped` are the new parameters, with those in 16 bits as FP32 numbers; `params`, and for
+    "24_bits" `corrections_of`, are the old ones. `seed` and `step` seed the rounding.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    bytes_of, structure_of_bytes = jax.tree.flatten(corrections_of)
+    for i, (p, new, number) in enumerate(
+        zip(leaves, jax.tree.leaves(stepped), noise.leaf_ids(params), strict=True)
+    ):
+        if how == "nearest" or not is_bf16(p):
+            leaves[i] = new.astype(jnp.result_type(p))
+            continue
+        key = noise.param_key(noise.distinguish(noise.leaf_key(seed, step, number), p, new))
+        if how == "stochastic":
+            leaves[i] = noise.round_to_bfloat16(new, key, run=GROUP_SIZE)
+        else:
+            dither = noise.bits(key, new.shape, run=GROUP_SIZE) >> 8
+            leaves[i], bytes_of[i] = corrections.split(new, dither)
+    new_corrections = jax.tree.unflatten(structure_of_bytes, bytes_of)
+    return jax.tree.unflatten(structure, leaves), new_corrections
+
+
+def require_corrections(params: optax.Params, state: Any) -> None:
+    """Raises unless `state` has corrections of these parameters."""
+    require_state_of(CorrectedState, state)
+    require_state(state.corrections, jax.eval_shape(_zeros, params))

@@ -39,7 +39,7 @@ def moments(state: Any) -> dict[str, MomentStatistics]:
     Moments of the same name are numbered: w/trace, w/trace_1.
 
     Args:
-        state: of `fp8_adamw`, `fused_fp8_adamw` or `compress`, also within chains. Of an
+        state: of `fp8_adamw` or `compress`, also in place or within chains. Of an
             `nnx.Optimizer`, pass `optimizer.opt_state`.
 
     Example:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from coat_jax.errors import UserError
 from coat_jax.numerics.formats import E4M3
-from coat_jax.optax import InPlaceOptimizer, fused_fp8_adamw, in_host_memory, in_place
+from coat_jax.optax import InPlaceOptimizer, fp8_adamw, in_host_memory, in_place
 from coat_jax.storage import PAPER, Storage
 from coat_jax.training.config import OptimizerConfig, TrainConfig
 from coat_jax.training.config.optimizer import is_transformation
@@ -35,9 +35,13 @@ def make_optimizer(config: TrainConfig) -> InPlaceOptimizer:
 def _on_device(config: TrainConfig) -> InPlaceOptimizer:
     chosen = config.optimizer
     schedule = partial(learning_rate, chosen, config.total_steps)
-    rounding: dict[str, Any] = {
-        "round_params": chosen.round_stochastically,
-        "correct_params": chosen.correct_params,
+    adamw: dict[str, Any] = {
+        "learning_rate": schedule,
+        "b1": chosen.b1,
+        "b2": chosen.b2,
+        "eps": chosen.eps,
+        "weight_decay": chosen.weight_decay,
+        "mask": partial(decay_mask, config),
     }
     if chosen.transformation is not None:
         tx: Any = chosen.transformation
@@ -47,18 +51,11 @@ def _on_device(config: TrainConfig) -> InPlaceOptimizer:
                 f"optimizer.transformation returns {brief(tx)}, which is not an optax "
                 "transformation. Return one, as in lambda schedule: optax.lion(schedule)."
             )
-        return in_place(tx, **rounding, seed=config.seed)
-    adamw: dict[str, Any] = {
-        "learning_rate": schedule,
-        "b1": chosen.b1,
-        "b2": chosen.b2,
-        "eps": chosen.eps,
-        "weight_decay": chosen.weight_decay,
-        "mask": partial(decay_mask, config),
-    }
-    if chosen.name == "adamw":
-        return in_place(optax.adamw(**adamw), **rounding, seed=config.seed)
-    return fused_fp8_adamw(**adamw, **rounding, storage=storage_of(config))
+    elif chosen.name == "adamw":
+        tx = optax.adamw(**adamw)
+    else:
+        tx = fp8_adamw(**adamw, storage=storage_of(config))
+    return in_place(tx, round_params=chosen.round_params, seed=config.seed)
 
 
 def learning_rate(

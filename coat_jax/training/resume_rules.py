@@ -20,7 +20,7 @@ from coat_jax.training.families import name_of
 # Fields whose names begin with one of FIXED must stay the same, except those in FREE: they decide
 # the parameters, moments and rows. Token files do not need their tokenizer again.
 FIXED: tuple[str, ...] = ("model.", "data.", "optimizer.name", "optimizer.moments")
-FIXED += ("optimizer.correct_params", "optimizer.release_gradients", "frozen")
+FIXED += ("optimizer.round_params", "optimizer.release_gradients", "frozen")
 FIXED += ("global_batch_size", "sequence_length", "seed")
 FREE = ("model.precision", "model.remat", "model.dtype", "model.z_loss", "data.tokenizer")
 NOT_COMPARED = ("out", "resume", "cache", "metrics")

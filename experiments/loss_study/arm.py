@@ -7,6 +7,7 @@ optimizer.
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -14,7 +15,8 @@ import jax.numpy as jnp
 
 from coat_jax import BF16, Precision, models
 from coat_jax.errors import UserError
-from coat_jax.optax import InPlaceOptimizer, fused_fp8_adamw
+from coat_jax.optax import InPlaceOptimizer, fp8_adamw, in_place
+from coat_jax.optax.rounding import RoundParams
 from coat_jax.storage import Storage
 from coat_jax.training.config import EvaluationConfig, OptimizerConfig, TrainConfig
 from coat_jax.training.optimizer import decay_mask, learning_rate, make_optimizer
@@ -22,13 +24,11 @@ from experiments.loss_study import operands
 from experiments.loss_study.muon import Muon, muon
 from experiments.study.study import setting
 
-# How parameters are stored and rounded: fields of `OptimizerConfig` for those in BF16.
-PARAMS: Mapping[str, Mapping[str, bool]] = {
-    "fp32": {},
-    "bf16": {"round_stochastically": False},
-    "bf16_stochastic": {"round_stochastically": True},
-    "24_bits": {"round_stochastically": False, "correct_params": True},
-    "24_bits_stochastic": {"round_stochastically": True, "correct_params": True},
+# How parameters in BF16 are rounded, by the names in results.
+PARAMS: Mapping[str, RoundParams] = {
+    "bf16": "nearest",
+    "bf16_stochastic": "stochastic",
+    "24_bits_stochastic": "24_bits",
 }
 
 
@@ -40,8 +40,7 @@ class Arm:
         precision: of the model.
         moments: a `Storage` takes coat_jax's fused step, a `Muon` another optimizer; None is
             optax's AdamW.
-        params: in FP32, in BF16, or in BF16 with corrections, rounded to nearest or stochastically.
-            BF16 parameters have gradients in BF16.
+        params: "fp32", or how parameters in BF16 are rounded. Those have gradients in BF16.
         optimizer: fields of `OptimizerConfig` to replace.
         rounded: the operands of products that are rounded to FP8 although the precision is BF16.
         start: the precision of the first steps; None is that of all steps.
@@ -55,7 +54,7 @@ class Arm:
 
     precision: Precision = BF16
     moments: Storage | Muon | None = None
-    params: Literal["fp32", "bf16", "bf16_stochastic", "24_bits", "24_bits_stochastic"] = "fp32"
+    params: Literal["fp32", "bf16", "bf16_stochastic", "24_bits_stochastic"] = "fp32"
     optimizer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     rounded: tuple[operands.Name, ...] = ()
     start: Precision | None = None
@@ -118,12 +117,12 @@ def precisions_of(arm: Arm, steps: int) -> dict[int, Precision]:
 def train_config(arm: Arm, size: Size, settings: Settings, seed: int) -> TrainConfig:
     """The trainer's config of a run, in the precision of its last step."""
     optimizer = OptimizerConfig(learning_rate=settings.learning_rate, warmup_steps=0.08, b2=0.95)
-    param_dtype = jnp.float32 if arm.params == "fp32" else jnp.bfloat16
+    param_dtype = jnp.float32
+    if arm.params != "fp32":
+        param_dtype, optimizer = jnp.bfloat16, replace(optimizer, round_params=PARAMS[arm.params])
     return TrainConfig(
-        model=dataclasses.replace(size.model, precision=arm.precision, param_dtype=param_dtype),
-        optimizer=dataclasses.replace(
-            optimizer, name="adamw", **PARAMS[arm.params], **arm.optimizer
-        ),
+        model=replace(size.model, precision=arm.precision, param_dtype=param_dtype),
+        optimizer=replace(optimizer, name="adamw", **arm.optimizer),
         evaluation=EvaluationConfig(every=0),
         total_steps=settings.steps,
         global_batch_size=settings.batch,
@@ -138,16 +137,15 @@ def optimizer_of(arm: Arm, config: TrainConfig) -> InPlaceOptimizer:
     if isinstance(arm.moments, Muon):
         return muon(config, arm.moments)
     if arm.moments is None:
-        return make_optimizer(dataclasses.replace(config, seed=0))
+        return make_optimizer(replace(config, seed=0))
     of_run = config.optimizer
-    return fused_fp8_adamw(
+    adamw = fp8_adamw(
         partial(learning_rate, of_run, config.total_steps),
         b1=of_run.b1,
         b2=of_run.b2,
         eps=of_run.eps,
         weight_decay=of_run.weight_decay,
         mask=partial(decay_mask, config),
-        round_params=of_run.round_stochastically,
-        correct_params=of_run.correct_params,
         storage=arm.moments,
     )
+    return in_place(adamw, round_params=of_run.round_params)

@@ -49,7 +49,7 @@ ARMS: dict[str, Arm] = {
     # Other moments, and parameters in BF16.
     "moments_paper": Arm(moments=PAPER),
     "params_bf16_stochastic": Arm(params="bf16_stochastic"),
-    "params_24_bits": Arm(params="24_bits"),
+    "params_24_bits_stochastic": Arm(params="24_bits_stochastic"),
     # Muon: its arms are compared with its own baselines, optax's in FP32.
     "muon": MUON,
     "muon_ulp": replace(MUON, perturbed=True),

@@ -7,10 +7,9 @@ F32, BF16 = "float32", "bfloat16"
 JAX, TORCH = ("optax", "coat"), ("torch", "bitsandbytes")  # what names of optimizers begin with
 ADAMW = {  # the dtypes of parameters and gradients
     "optax.adamw": [(F32, BF16), (F32, F32), (BF16, BF16)],
-    "coat fused_fp8_adamw": [(F32, BF16), (F32, F32), (BF16, BF16)],
-    "coat fused_fp8_adamw, stochastic": [(BF16, BF16)],
-    "coat fused_fp8_adamw, 24 bits": [(BF16, BF16)],
-    "coat fused_fp8_adamw, 24 bits, stochastic": [(BF16, BF16)],
+    "coat in_place(fp8_adamw)": [(F32, BF16), (F32, F32), (BF16, BF16)],
+    "coat in_place(fp8_adamw), stochastic": [(BF16, BF16)],
+    "coat in_place(fp8_adamw), 24 bits, stochastic": [(BF16, BF16)],
     "coat fp8_adamw chain": [(F32, BF16), (BF16, BF16)],
     "coat fp8_adamw chain, XLA": [(F32, BF16)],
     "torch AdamW fused": [(F32, F32), (BF16, BF16)],

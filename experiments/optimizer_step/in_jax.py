@@ -9,6 +9,7 @@ import jax
 import optax
 
 import coat_jax as coat
+from coat_jax.optax.rounding import RoundParams
 from experiments.optimizer_step.cases import Case, Shapes, calls, parameters
 from experiments.timing import median_ms
 
@@ -30,9 +31,9 @@ def adamw_named(name: str) -> Steps:
     if "chain" in name:
         implementation = "xla" if "XLA" in name else None
         return chained(coat.optax.fp8_adamw(**SETTINGS, implementation=implementation))
-    fused = coat.optax.fused_fp8_adamw(
-        **SETTINGS, correct_params="24 bits" in name, round_params="stochastic" in name
-    )
+    how: RoundParams = "stochastic" if "stochastic" in name else "nearest"
+    adamw = coat.optax.fp8_adamw(**SETTINGS)
+    fused = coat.optax.in_place(adamw, round_params="24_bits" if "24 bits" in name else how)
     return fused.init, fused.step
 
 

@@ -30,8 +30,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Int32, UInt8
 
 from coat_jax import models
-from coat_jax import optax as coat_optax
+from coat_jax.optax import scale_by_fp8_adam
 from coat_jax.optax.clipping import clip_scale, global_norm
+from coat_jax.optax.rounding import RoundParams, round_stepped
 from coat_jax.training.data import corpus
 from experiments import row_files
 from experiments.row_files import Row
@@ -214,13 +215,13 @@ def one_step(
     norm = global_norm(grads)
     scale = clip_scale(norm, settings.clip_norm)
     grads = jax.tree.map(lambda g: g * scale, grads)
-    updates, moments = tx.update(grads, state.moments, _in_fp32(state.params))
+    wide = _in_fp32(state.params)
+    updates, moments = tx.update(grads, state.moments, wide)
     now = rate * shape_of_rate(settings, number)
     updates = jax.tree.map(lambda u: -now * u, updates)
-    if arm.params == "bf16_stochastic":
-        params = coat_optax.apply_updates(state.params, updates, step=number)
-    else:
-        params = optax.apply_updates(state.params, updates)
+    stepped = optax.apply_updates(wide, updates)
+    how: RoundParams = "stochastic" if arm.params == "bf16_stochastic" else "nearest"
+    params, _ = round_stepped(stepped, state.params, how=how, seed=0, step=number)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), (params, moments), state[:2])
     return State(*new, state.skipped + ~finite), Signals(loss, norm, sharpness)
@@ -255,7 +256,7 @@ def optimizer(arm: Arm, config: models.Config, settings: Settings) -> optax.Grad
     if arm.moments is None:
         adam = optax.scale_by_adam(B1, B2, EPS)
     else:
-        adam = coat_optax.scale_by_fp8_adam(B1, B2, EPS, storage=arm.moments, implementation="xla")
+        adam = scale_by_fp8_adam(B1, B2, EPS, storage=arm.moments, implementation="xla")
     mask = partial(jax.tree.map_with_path, decays)
     return optax.chain(adam, optax.add_decayed_weights(settings.weight_decay, mask))
 

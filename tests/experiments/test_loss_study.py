@@ -148,7 +148,7 @@ def test_held_out_losses_are_named_by_their_precision(monkeypatch: pytest.Monkey
 
 @pytest.mark.costly
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("arm", ["coat_after_bf16", "params_24_bits", "fp8_muon"])
+@pytest.mark.parametrize("arm", ["coat_after_bf16", "params_24_bits_stochastic", "fp8_muon"])
 def test_arms_begin_with_the_same_parameters_and_train(arm: str, job_of):
     """Leaves of this size have FP32 moments, so what is left of the differences is small."""
 

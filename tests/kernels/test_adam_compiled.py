@@ -35,10 +35,13 @@ def structs(mesh, shapes, specs, dtype=jnp.bfloat16):
     ]
 
 
-def compile_step(mesh, shapes, specs, dtype=jnp.float32, learning_rate=1e-3, **arguments):
-    optimizer = coat.optax.fused_fp8_adamw(
+def compile_step(
+    mesh, shapes, specs, dtype=jnp.float32, learning_rate=1e-3, how="nearest", **arguments
+):
+    adamw = coat.optax.fp8_adamw(
         learning_rate, weight_decay=0.1, implementation="triton", **arguments
     )
+    optimizer = coat.optax.in_place(adamw, round_params=how)
     params, grads = (structs(mesh, shapes, specs, kind) for kind in (dtype, jnp.bfloat16))
     return compile_step_in_place(mesh, optimizer, params, grads)
 
@@ -51,10 +54,9 @@ LARGE, MANY_SMALL = ((4096, 4096),), ((128, 256),) * 24
 
 
 @functools.cache
-def corrected(shapes, *, rounds=False):
+def corrected(shapes):
     """A step of BF16 parameters with corrections."""
-    rounding = {"correct_params": True, "round_params": rounds}
-    return compile_replicated(shapes, dtype=jnp.bfloat16, **rounding)
+    return compile_replicated(shapes, dtype=jnp.bfloat16, how="24_bits")
 
 
 @functools.cache
@@ -128,7 +130,7 @@ def test_fp32_leaves_of_a_shape_are_traced_and_compiled_once_without_the_kernel(
     monkeypatch.setattr(adam_launch, "adam_reference", reference)
     shapes = [(4096,), (96,), (4096,), (4096,)]
     compiled = compile_replicated(
-        shapes, dtype=jnp.bfloat16, round_params=True, learning_rate=0.0123
+        shapes, dtype=jnp.bfloat16, how="stochastic", learning_rate=0.0123
     )
     assert sorted(traced) == [(96,), (4096,)]
     assert kernel_calls(compiled) == 0
@@ -162,7 +164,7 @@ def test_schedule_and_rounding_add_no_pass_over_memory():
         [P("fsdp")],
         dtype=jnp.bfloat16,
         learning_rate=lambda count: 1e-3 / (1 + count),
-        round_params=True,
+        how="stochastic",
         nesterov=True,
     )
     assert kernel_calls(compiled) == 1
@@ -170,13 +172,12 @@ def test_schedule_and_rounding_add_no_pass_over_memory():
     assert compiled.memory_analysis().temp_size_in_bytes <= 2048
 
 
-@pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize(
     ("name", "shapes", "most"), [("leaf", LARGE, 0), ("bucket", MANY_SMALL, 8)]
 )
-def test_the_kernels_for_corrections_spill_no_registers(name, shapes, most, rounds, tmp_path):
+def test_the_kernels_for_corrections_spill_no_registers(name, shapes, most, tmp_path):
     """But one pointer in that for eight leaves, with which ptxas fits more programs on a core."""
-    ptx, *_ = kernels(corrected(shapes, rounds=rounds))
+    ptx, *_ = kernels(corrected(shapes))
     assert f".entry step_corrected_{name}(" in ptx
     assert spilled_bytes(ptx, tmp_path) <= most
 

@@ -40,13 +40,12 @@ def lower_all_kernels(mesh):
     for precision in (coat.COAT, coat.COAT_INT8):
         gradient = jax.grad(layer_loss, argnums=(0, 1))
         jax.jit(gradient, static_argnums=2).lower(array(1, 128, D), weights, precision)
-    for optimizer in (
-        coat.optax.fused_fp8_adamw(1e-3, implementation="triton"),
-        coat.optax.fused_fp8_adamw(1e-3, implementation="triton", storage=coat.storage.PAPER),
-        coat.optax.in_place(
-            coat.optax.compress(optax.sgd(1e-3, momentum=0.9), implementation="triton")
-        ),
+    for tx in (
+        coat.optax.fp8_adamw(1e-3, implementation="triton"),
+        coat.optax.fp8_adamw(1e-3, implementation="triton", storage=coat.storage.PAPER),
+        coat.optax.compress(optax.sgd(1e-3, momentum=0.9), implementation="triton"),
     ):
+        optimizer = coat.optax.in_place(tx)
         state = jax.eval_shape(optimizer.init, weights)
         jax.jit(optimizer.step).lower(weights, weights, state)
 

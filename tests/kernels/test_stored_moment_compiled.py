@@ -88,7 +88,7 @@ def test_every_moment_has_two_kernels():
     assert kernel_calls(compile_step(mesh, shapes, tx=optax.adamw(1e-3))) == 8
 
 
-CORRECTED = functools.partial(compile_adamw, dtype=jnp.bfloat16, correct_params=True)
+CORRECTED = functools.partial(compile_adamw, dtype=jnp.bfloat16, how="24_bits")
 SHARDED = {"adamw": (compile_adamw, 1), "corrected": (CORRECTED, 1), "compress": (compile_step, 2)}
 
 

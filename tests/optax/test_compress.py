@@ -188,7 +188,7 @@ def test_a_state_in_8_bits_or_in_one_vector_or_of_changing_structure_is_refused(
         compress(fp8_adamw(1e-3, storage=SMALL), storage=SMALL).init(params)
     compress(fp8_adamw(1e-3), storage=SMALL).init(params)  # in FP32
     for shape in ((16, 256), (256,), (1, 256)):
-        params = {"w": normal(0, shape)}
+        params = {"w": normal(0, shape), "b": normal(1, (3,))}
         with pytest.raises(
             ValueError, match=r"\[0\].mu holds all .*optax.flatten\(compress\(tx\)\)"
         ):

@@ -1,4 +1,4 @@
-"""The fused step is the chain, bit for bit with FP32 parameters; and it is in place."""
+"""`in_place(fp8_adamw(..))` is the chain, bit for bit with FP32 parameters; and it is in place."""
 
 from functools import partial
 
@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from steps import normal
 
-from coat_jax.optax import Storage, fp8_adamw, fused_fp8_adamw
+from coat_jax.optax import Storage, fp8_adamw, in_place
 
 FP8 = Storage(min_size=512)
 STEPS = 10
@@ -31,7 +30,7 @@ def walk_both(params, cases, *, grad_dtype=jnp.float32, scales=None):
     """
     arguments = [{"learning_rate": 1e-2, "storage": FP8, **case} for case in cases]
     chains = [fp8_adamw(**case) for case in arguments]
-    fused = [fused_fp8_adamw(**case) for case in arguments]
+    fused = [in_place(tx) for tx in chains]
 
     @jit
     def chain(grads, walks, scale):
@@ -104,7 +103,7 @@ def test_in_bf16_it_is_the_chain_to_the_roundings_between_links():
 
 def test_bf16_parameters_are_rounded_once():
     """To nearest unless asked otherwise, from FP32 arithmetic."""
-    fused = fused_fp8_adamw(1e-2, storage=FP8, weight_decay=0.1)
+    fused = in_place(fp8_adamw(1e-2, storage=FP8, weight_decay=0.1))
     params = parameters(jnp.bfloat16)
     wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
     grads = jax.tree.map(lambda p: normal(7, p.shape), wide)
@@ -114,22 +113,3 @@ def test_bf16_parameters_are_rounded_once():
     for name in params:
         assert new[name].dtype == jnp.bfloat16
         np.testing.assert_array_equal(new[name], wanted[name].astype(jnp.bfloat16))
-
-
-STEP = r"a whole step by itself, which clips by grad_scale.* use fp8_adamw instead of fused"
-
-
-def test_a_step_in_place_is_no_transformation_and_says_so():
-    """Wrappers of optax keep `init`, and look for `update` when it is called."""
-    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, fused_fp8_adamw(1e-3), wrt=nnx.Param)
-    with pytest.raises(AttributeError, match=rf"no attribute 'update'\. .*{STEP}"):
-        optimizer.update(model, nnx.state(model, nnx.Param))
-    assert not hasattr(fused_fp8_adamw(1e-3), "apply")
-    params = {"w": jnp.ones((4, 4))}
-    for wrapped in (
-        optax.chain(optax.clip_by_global_norm(1.0), fused_fp8_adamw(1e-3)),
-        optax.MultiSteps(fused_fp8_adamw(1e-3), 2),
-    ):
-        with pytest.raises(AttributeError, match=STEP):
-            jax.eval_shape(wrapped.update, params, wrapped.init(params), params)

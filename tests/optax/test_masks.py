@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 
-from coat_jax.optax import fp8_adamw, fp8_muon, fused_fp8_adamw
+from coat_jax.optax import fp8_adamw, fp8_muon, in_place
 
 PARAMS = {
     "layer": {"w": np.ones((256, 128), np.float32), "b": np.ones(128, np.float32)},
@@ -19,31 +19,37 @@ PARAMS = {
 PARAMS = jax.device_put(PARAMS)
 
 
+def fused(*arguments, **settings):
+    return in_place(fp8_adamw(*arguments, **settings))
+
+
 def run(make, mask):
     """Traces a step with this mask."""
     name = "weight_decay_mask" if make is fp8_muon else "mask"
     tx = make(1e-3, **{name: mask}, weight_decay=0.1)
-    if make is fused_fp8_adamw:
+    if make is fused:
         return jax.eval_shape(lambda p: tx.step(p, p, tx.init(p)), PARAMS)
     return jax.eval_shape(lambda p: tx.update(p, tx.init(p), p), PARAMS)
 
 
-MAKERS = (fp8_adamw, fused_fp8_adamw, fp8_muon)
+MAKERS = (fp8_adamw, fused, fp8_muon)
 WRONG = [
-    ({"layer": True}, r"it has no entry for \['head'\]"),
-    ({"layer": {"w": True, "bias": True}, "head": True}, r"it has no entry for \['layer'\]"),
-    ({"layer": True, "head": True, "tail": True}, r"there is no parameter \['tail'\]"),
-    ([True, False, True], r"it has no entry for \['(head|layer)'\]"),
-    ({"layer": None, "head": True}, r"it has no entry for \['layer'\]"),
-    (nnx.State({"layer": True, "head": True}), "its structure is PyTreeDef"),
+    {"layer": True},
+    {"layer": {"w": True, "bias": True}, "head": True},
+    {"layer": True, "head": True, "tail": True},
+    [True, False, True],
+    {"layer": None, "head": True},
+    nnx.State({"layer": True, "head": True}),
 ]
 
 
 @pytest.mark.parametrize("make", MAKERS)
 def test_a_mask_that_does_not_fit_is_refused(make):
-    for mask, said in WRONG:
+    for mask in WRONG:
         for given in (mask, lambda params, mask=mask: mask):
-            with pytest.raises(ValueError, match=rf"^(weight_decay_)?mask does not fit .*: {said}"):
+            with pytest.raises(
+                ValueError, match=r"^(weight_decay_)?mask does not fit .*: it is PyTreeDef"
+            ):
                 run(make, given)
     with pytest.raises(TypeError, match=r"^(weight_decay_)?mask\['.*must be True or False"):
         run(make, lambda params: params)
@@ -58,7 +64,7 @@ def test_a_mask_may_name_what_others_update():
         jax.eval_shape(lambda p, tx=tx: tx.update(p, tx.init(p), p), PARAMS)
 
 
-@pytest.mark.parametrize("make", [fp8_adamw, fused_fp8_adamw])
+@pytest.mark.parametrize("make", [fp8_adamw, fused])
 def test_an_entry_holds_for_all_parameters_below_it(make):
     """Without gradients only decay moves parameters."""
     optimizer = make(1e-3, mask={"layer": False, "head": True}, weight_decay=0.1)
@@ -86,7 +92,7 @@ def test_a_module_that_can_be_called_is_a_tree():
             raise AssertionError
 
     params, mask = Module(jnp.ones((4, 128))), Module(np.bool_(False))
-    optimizer = fused_fp8_adamw(1e-3, mask=mask, weight_decay=0.5)
+    optimizer = fused(1e-3, mask=mask, weight_decay=0.5)
     zeros = Module(jnp.zeros((4, 128)))
     stepped, _ = optimizer.step(params, zeros, optimizer.init(params))
     np.testing.assert_array_equal(stepped.w, params.w)

@@ -123,7 +123,8 @@ def test_an_integer_of_b_bits_is_named_by_its_magnitude():
 
 
 def test_the_kernel_is_for_8_bits_only():
-    tx = coat.optax.fused_fp8_adamw(1e-2, storage=Storage(first="E2M5"), implementation="triton")
+    adamw = coat.optax.fp8_adamw(1e-2, storage=Storage(first="E2M5"), implementation="triton")
+    tx = coat.optax.in_place(adamw)
     without_triton = ImportError, r"needs the packages triton"
     error, said = (ValueError, "simulated formats") if find_spec("jax_triton") else without_triton
     with pytest.raises(error, match=said):

@@ -29,7 +29,9 @@ SLOW = {"learning_rate": 1e-5, "schedule": "constant", "warmup_steps": 0, "weigh
 
 
 def corrected(name="fp8_adamw", model=BF16, **optimizer):
-    return small(model=model, optimizer=SLOW | {"name": name, "correct_params": True} | optimizer)
+    return small(
+        model=model, optimizer=SLOW | {"name": name, "round_params": "24_bits"} | optimizer
+    )
 
 
 def flat(tree):
@@ -57,11 +59,11 @@ def test_parameters_move_as_those_in_fp32_do(name):
 
 
 def test_telemetry_finds_the_same_moments():
-    plain, with_corrections = (
+    plain, in_24_bits = (
         telemetry.moments(stepper(config).state().moments)
         for config in (small(model=BF16, optimizer=SLOW), corrected())
     )
-    assert with_corrections == plain != []
+    assert in_24_bits == plain != []
 
 
 def test_a_7b_takes_at_most_7_1_bytes_a_parameter_with_its_gradients():
@@ -140,14 +142,14 @@ def test_models_and_exports_have_bf16_values_or_all_24_bits(saved_run, tmp_path,
 def test_models_are_loaded_in_fp32_whatever_the_state(config, tmp_path):
     state = save_run(tmp_path, config)
     wide = dataclasses.replace(weights.model_config(tmp_path), param_dtype=jnp.float32)
-    corrects = config.optimizer.correct_params
+    corrects = config.optimizer.round_params == "24_bits"
     wanted = in_one_program(state.params, state.moments) if corrects else state.params
     assert_same(nnx.state(weights.load(tmp_path, wide)), wanted)
 
 
 def test_parameters_in_fp32_need_no_corrections():
     with pytest.raises(UserError, match=r"model\.param_dtype=float32\. Set --param_dtype bf"):
-        small(optimizer={"correct_params": True})
+        small(optimizer={"round_params": "24_bits"})
 
 
 def test_a_checkpoint_that_is_removed_while_it_is_read_is_an_error(saved_run):

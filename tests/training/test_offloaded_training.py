@@ -44,14 +44,14 @@ def assert_close(got, wanted, rtol=1e-4):
 @pytest.mark.parametrize(
     ("sizes", "optimizer", "moved"),
     [
-        ((1, 2, 2), {"correct_params": True}, ("corrections", ".mu", ".nu")),
-        (ONE, {"name": "adamw", "correct_params": True}, ("corrections", "mu", "nu")),
+        ((1, 2, 2), {"round_params": "24_bits"}, ("corrections", ".mu", ".nu")),
+        (ONE, {"name": "adamw", "round_params": "24_bits"}, ("corrections", "mu", "nu")),
         ((1, 4, 1), {"release_gradients": True}, (".codes",)),
     ],
     ids=str,
 )
 def test_losses_and_parameters_are_the_same(sizes, optimizer, moved):
-    bf16 = "correct_params" in optimizer
+    bf16 = "round_params" in optimizer
     model = UNROLLED | ({"param_dtype": "bfloat16"} if bf16 else {})
     (plain, before), (hosted, after) = (
         step_of(offloads, sizes, model, **optimizer).run(random_batches(3))

@@ -128,6 +128,6 @@ def test_the_seed_decides_the_rounding_of_parameters_and_of_second_moments(name)
     assert np.mean(one != other) > 0.01
     np.testing.assert_array_equal(one, again)
     np.testing.assert_array_equal(codes, same_codes)
-    np.testing.assert_array_equal(step(0, round_stochastically=False)[0], weights)
+    np.testing.assert_array_equal(step(0, round_params="nearest")[0], weights)
     if name == "fp8_adamw":
         assert np.mean(codes[0] != other_codes[0]) > 0.1

@@ -1,6 +1,1 @@
-"""Checks of what optimizers are given, before anything is computed.
-
-arguments   the arguments of the functions that make optimizers
-trees       parameters, gradients and states
-chains      `optax.chain` that refuses states of another chain
-"""
+"""Checks of what optimizers are given, before anything is computed."""

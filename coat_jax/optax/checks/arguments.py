@@ -1,11 +1,11 @@
 """Checks of the arguments of the functions that make optimizers.
 
-A wrong type is a TypeError, a number outside its range a ValueError. Numbers computed inside a
-traced function are only checked to be scalars: their values are not known yet.
+Numbers computed inside a traced function are only checked to be scalars: their values are not
+known yet.
 """
 
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,10 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from coat_jax.kernels.adam import Hyper, Number
+from coat_jax.kernels.adam import Number
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.storage import DIRECTION, Storage
-from coat_jax.validation import Seed, brief, require
+from coat_jax.validation import brief, require
 
 RANGES = {
     "learning_rate": (0.0, float("inf")),
@@ -30,24 +30,41 @@ RANGES = {
     "max_norm": (1e-30, float("inf")),  # 0 would make every gradient zero
 }
 MAY_BE_SCHEDULES = ("learning_rate", "weight_decay")
-ADAM_PREFIX = "adam_"  # begins the names of Adam's arguments in `fp8_muon`
 
 
-def require_hyper(hyper: Hyper) -> None:
-    """Raises unless each hyperparameter is a number, and in its range if its value is known."""
-    for name in RANGES.keys() & set(hyper._fields):
-        require_number_or_schedule(name, getattr(hyper, name))
+def require_numbers(**arguments: Any) -> None:
+    """Raises unless these are real scalars, in their RANGES if known; or schedules, if they may be.
+
+    Arguments of Adam in `fp8_muon` begin with "adam_".
+    """
+    for name, value in arguments.items():
+        bare = name.removeprefix("adam_")
+        if bare in MAY_BE_SCHEDULES and is_function(value):
+            continue
+        if not _is_scalar(value):
+            schedule = " or a schedule (a function of the step count)"
+            also = schedule if bare in MAY_BE_SCHEDULES else ""
+            raise TypeError(f"{name}={brief(value)} must be a number{also}.")
+        known = _known(value) if bare in RANGES else None
+        low, high = RANGES.get(bare, (0.0, 0.0))
+        if known is not None and not low <= known < high:
+            narrow = getattr(value, "dtype", None) in (jnp.bfloat16, jnp.float16)
+            advice = " Pass hyperparam_dtype=jnp.float32 to optax.inject_hyperparams."
+            raise ValueError(
+                f"{name}={known!r} is outside its range, {low:g} <= {name} < {high:g}."
+                f"{advice if narrow else ''}"
+            )
 
 
-def require_b2_for_b1(hyper: Hyper, storage: Storage, params: Any) -> None:
+def require_b2_for_b1(b1: Number, b2: Number, storage: Storage, params: Any) -> None:
     """Raises if a first moment that is stored as m / sqrt(v) lasts too much longer than v."""
-    b1, b2 = _known(hyper.b1), _known(hyper.b2)
-    if b1 is None or b2 is None or storage.first != DIRECTION or b2 >= least_b2(b1):
+    first, second = _known(b1), _known(b2)
+    if first is None or second is None or storage.first != DIRECTION or second >= least_b2(first):
         return
     if any(storage.quantizes(jnp.shape(leaf)) for leaf in jax.tree.leaves(params)):
         raise ValueError(
-            f"b2={hyper.b2!r} with b1={hyper.b1!r}: the first moment is stored relative to the "
-            f"root of the second, which decays faster: b2 must be at least {least_b2(b1):g}. Use "
+            f"b2={b2!r} with b1={b1!r}: the first moment is stored relative to the root of the "
+            f"second, which decays faster: b2 must be at least {least_b2(first):g}. Use "
             "storage=coat_jax.Storage(first=coat_jax.E4M3), or a larger b2."
         )
 
@@ -61,12 +78,6 @@ def least_b2(b1: float) -> float:
     has as many digits as errors show.
     """
     return round(b1**2.25, 6)
-
-
-def require_number_or_schedule(name: str, value: Any) -> None:
-    """Raises unless `value` is a number in its range, or a schedule if the argument takes one."""
-    if not (_may_be_schedule(name) and is_function(value)):
-        require_number(name, value)
 
 
 def checked_schedule(name: str, value: optax.ScalarOrSchedule) -> optax.ScalarOrSchedule:
@@ -89,25 +100,6 @@ def value_at(name: str, value: optax.ScalarOrSchedule, count: ArrayLike) -> Numb
     return now
 
 
-def require_number(name: str, value: Any) -> None:
-    """Raises unless `value` is a real scalar in the range of the argument `name`."""
-    require_scalar(name, value)
-    known = _known(value)
-    low, high = RANGES[name.removeprefix(ADAM_PREFIX)]
-    if known is not None and not low <= known < high:
-        raise ValueError(
-            f"{name}={known!r} is outside its range, {low:g} <= {name} < {high:g}."
-            f"{_advice_on_rounding(value)}"
-        )
-
-
-def require_scalar(name: str, value: Any) -> None:
-    """Raises unless `value` is a real scalar."""
-    if not _is_scalar(value):
-        also = " or a schedule (a function of the step count)" if _may_be_schedule(name) else ""
-        raise TypeError(f"{name}={brief(value)} must be a number{also}.")
-
-
 def require_flag(name: str, value: Any) -> None:
     """Raises unless `value` is a Python boolean or a boolean array without axes."""
     if isinstance(value, bool):
@@ -119,47 +111,23 @@ def require_flag(name: str, value: Any) -> None:
 
 
 def require_settings(
-    *,
-    storage: Any,
-    implementation: Any = None,
-    mu_dtype: Any = None,
-    **flags: Any,
+    *, storage: Any, implementation: Any = None, mu_dtype: Any = None, **flags: Any
 ) -> None:
     """Raises unless these arguments have the right types and all `flags` are booleans."""
-    if storage is not None and not isinstance(storage, Storage):
-        raise TypeError(f"storage={brief(storage)} must be a coat_jax.Storage, or None.")
-    if implementation not in (None, *get_args(Implementation)):
-        raise ValueError(f'implementation must be None, "xla" or "triton", not {implementation!r}.')
+    require("storage", storage, Storage | None)
+    require("implementation", implementation, Implementation | None)
     if mu_dtype is not None:
         raise ValueError(
             f"mu_dtype={brief(mu_dtype)}: the first moment is stored in 8 bits. Leave mu_dtype "
             "out; storage=coat_jax.Storage(first=...) chooses among the formats."
         )
     for name, value in flags.items():
-        if not isinstance(value, bool | np.bool_):
-            raise TypeError(f"{name}={brief(value)} must be True or False.")
-
-
-def require_seed(seed: Any) -> None:
-    """Raises unless `seed` is a whole number of 32 bits."""
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
-        raise TypeError(f"seed={brief(seed)} must be a whole number.")
-    require("seed", seed, Seed)
-
-
-def require_step_number(step: Any) -> None:
-    """Raises unless `step` is a whole number: a Python one, or a scalar of an integer dtype."""
-    if not _is_scalar(step) or not jnp.issubdtype(jnp.result_type(step), jnp.integer):
-        raise TypeError(f"step={brief(step)} must be a whole number: the count of the steps.")
+        require(name, value, bool)
 
 
 def is_function(value: Any) -> bool:
     """Whether `value` can be a schedule; a dtype is callable, too, but is a class."""
     return callable(value) and not isinstance(value, type)
-
-
-def _may_be_schedule(name: str) -> bool:
-    return name.removeprefix(ADAM_PREFIX) in MAY_BE_SCHEDULES
 
 
 def _is_scalar(value: Any) -> bool:
@@ -170,17 +138,6 @@ def _is_scalar(value: Any) -> bool:
     if not isinstance(value, np.generic | np.ndarray | jax.Array) or value.shape:
         return False
     return jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
-
-
-def _advice_on_rounding(value: Any) -> str:
-    """A hint for numbers in 16 bits: where they may have been rounded."""
-    dtype = getattr(value, "dtype", None)
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return ""
-    return (
-        f" It came in {dtype.name}: optax.inject_hyperparams casts numbers to the dtype of the "
-        "parameters, unless it gets hyperparam_dtype=jnp.float32."
-    )
 
 
 def _known(value: Any) -> float | None:

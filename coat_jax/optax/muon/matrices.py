@@ -149,21 +149,22 @@ def matrices_of(numbers: DimensionNumbers, tree: Any) -> list[Matrix]:
 
 
 def _matrix(name: str, shape: tuple[int, ...], dims: MuonDimensionNumbers) -> Matrix:
-    def axes(given: Any) -> tuple[int, ...]:
-        given = (given,) if isinstance(given, int) else tuple(given)
-        if any(not -len(shape) <= axis < len(shape) for axis in given):
-            raise ValueError(f"{dims} names an axis that {name} of shape {shape} does not have.")
-        return tuple(axis % len(shape) for axis in given)
-
-    inputs, outputs = axes(dims.reduction_axis), axes(dims.output_axis)
-    if len({*inputs, *outputs}) != len(inputs) + len(outputs):
-        raise ValueError(f"{dims} names an axis of {name} of shape {shape} twice.")
+    every = range(len(shape))
+    try:
+        inputs, outputs = (
+            tuple(every[axis] for axis in ([given] if isinstance(given, int) else given))
+            for given in (dims.reduction_axis, dims.output_axis)
+        )
+    except IndexError:
+        inputs = outputs = (-1,)
+    batch = tuple(axis for axis in every if axis not in (*inputs, *outputs))
+    if sorted((*batch, *inputs, *outputs)) != [*every]:
+        raise ValueError(f"{dims} must name axes of {name} of shape {shape}, each once.")
     if any(shape[axis] == 0 for axis in (*inputs, *outputs)):
         raise ValueError(
             f"{name} of shape {shape} has matrices without elements, which Muon cannot "
             "orthogonalize. Give it to AdamW: None instead of its dimension numbers."
         )
-    batch = tuple(axis for axis in range(len(shape)) if axis not in (*inputs, *outputs))
     return Matrix(shape, batch, inputs, outputs)
 
 

@@ -15,7 +15,7 @@ and so that one stack can be communicated while another is multiplied.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from coat_jax.kernels.sharding import run_placed
 from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs, shard_inside
 from coat_jax.numerics.formats import SMALLEST_NORMAL
 from coat_jax.numerics.mesh_axes import automatic_mesh
-from coat_jax.validation import brief
+from coat_jax.validation import Count, dtype_of, require
 
 Coefficients = tuple[float, float, float] | tuple[tuple[float, float, float], ...]
 Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
@@ -47,29 +47,27 @@ DION: Coefficients = (
 )
 NS_DTYPES = (jnp.bfloat16, jnp.float32, jnp.float64)
 PRESETS = {"standard": STANDARD, "dion": DION}  # the names that optax has for them
+Preset = Literal["standard", "dion"]
 
 
 def orthogonalize(
     stacks: Sequence[Float[Array, "B M N"]],
-    coefficients: Float[np.ndarray, "3"] | Float[np.ndarray, "steps 3"],
+    coefficients: list[list[float]],
     *,
-    steps: int = 5,
-    eps: ArrayLike = 1e-8,
-    preconditioning: Preconditioning = "frobenius",
-    dtype: DTypeLike = jnp.bfloat16,
+    eps: ArrayLike,
+    preconditioning: Preconditioning,
+    dtype: DTypeLike,
 ) -> list[Float[Array, "B M N"]]:
     """Orthogonalizes every matrix of every stack, and returns them in `dtype`.
 
     Args:
         stacks: arrays of matrices. Stacks may differ in all axes.
-        coefficients: a, b, c of each step; or one a, b, c, which all steps use.
-        steps: the number of steps, if there is only one a, b, c.
+        coefficients: a, b, c of each step.
         eps: keeps zeros from being divided by zero; added to the Frobenius norm.
         preconditioning: how singular values are made at most 1 before the steps.
         dtype: the dtype of the products' operands.
     """
-    rows = np.broadcast_to(coefficients, (steps, 3)) if coefficients.ndim == 1 else coefficients
-    op = partial(_orthogonalize_stacks, rows.tolist(), preconditioning, dtype)
+    op = partial(_orthogonalize_stacks, coefficients, preconditioning, dtype)
     eps = jnp.maximum(jnp.asarray(eps, jnp.float32), SMALLEST_NORMAL)  # the divisor of zeros
 
     def result() -> list[PartitionSpec]:
@@ -120,40 +118,28 @@ def _of_one_shape(stacks: Sequence[Float[Array, "B M N"]]) -> Iterator[list[tupl
             yield parts
 
 
-def coefficients_of(given: Coefficients | str, steps: int) -> np.ndarray:
-    """The coefficients of all steps [3], or of each [steps, 3]; raises for anything else."""
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise ValueError(
-            f"ns_steps={steps!r} must be a whole number of at least 1. (optax.inject_hyperparams "
-            'makes arrays of numbers: pass it static_args=("ns_steps", "ns_dtype").)'
-        )
+def coefficients_of(given: Coefficients | str, steps: int) -> list[list[float]]:
+    """a, b, c of each step."""
+    require("ns_steps", steps, Count)
     if isinstance(given, str):
-        if given not in PRESETS:
-            raise ValueError(
-                f"ns_coeffs={given!r} must be one of {', '.join(PRESETS)}, or numbers."
-            )
-        given = PRESETS[given]
-    numbers = np.asarray(given, np.float32)
-    if numbers.ndim not in (1, 2) or numbers.shape[-1:] != (3,):
+        given = PRESETS[require("ns_coeffs", given, Preset)]
+    rows = np.asarray(given, np.float32)
+    if rows.ndim not in (1, 2) or rows.shape[-1:] != (3,):
         raise ValueError(
-            f"ns_coeffs has shape {numbers.shape}; it must be three numbers, or three for each "
-            "step."
+            f"ns_coeffs has shape {rows.shape}; it must be three numbers, or three for each step."
         )
-    return numbers
+    return (np.broadcast_to(rows, (steps, 3)) if rows.ndim == 1 else rows).tolist()
 
 
-def require_arguments(preconditioning: str, ns_dtype: Any) -> None:
-    """Raises unless there is this preconditioning, and a dtype of floats with FP32's range."""
-    known = get_args(Preconditioning)
-    if preconditioning not in known:
-        raise ValueError(f"{preconditioning=} must be one of {', '.join(known)}.")
-    is_array = isinstance(ns_dtype, np.generic | np.ndarray | jax.Array)
-    if is_array or jnp.dtype(ns_dtype) not in NS_DTYPES:
+def checked_dtype(ns_dtype: DTypeLike) -> np.dtype:
+    """The dtype of the products' operands; raises unless it has FP32's range."""
+    dtype = dtype_of("ns_dtype", ns_dtype)
+    if dtype not in NS_DTYPES:
         raise ValueError(
-            f"ns_dtype={brief(ns_dtype)} must be bfloat16 or float32; other floats have a smaller "
-            "range than gradients. (optax.inject_hyperparams makes an array of it: pass it "
-            'static_args=("ns_steps", "ns_dtype").)'
+            f"ns_dtype={dtype.name} must be bfloat16 or float32; other floats have a smaller range "
+            "than gradients."
         )
+    return dtype
 
 
 def _orthogonalize(

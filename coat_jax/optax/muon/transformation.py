@@ -33,22 +33,15 @@ from coat_jax.numerics import noise
 from coat_jax.numerics.expansion import Expanded
 from coat_jax.numerics.integers import LARGEST, SMALLEST
 from coat_jax.optax.adam import fp8_adamw
-from coat_jax.optax.adam_state import by_leaf, from_leaves, init_moment, stored_layout
+from coat_jax.optax.adam_state import by_leaf, from_leaves, init_moment
 from coat_jax.optax.checks.arguments import (
     checked_schedule,
-    require_number,
-    require_number_or_schedule,
+    require_numbers,
     require_settings,
 )
-from coat_jax.optax.checks.chains import checked_chain
-from coat_jax.optax.checks.trees import (
-    require_moments,
-    require_real_floats,
-    require_same_shapes,
-    require_state_of,
-)
+from coat_jax.optax.checks.trees import require_real_floats, require_state
 from coat_jax.optax.dtypes import in_fp32, promoted
-from coat_jax.optax.masks import Mask, checked_mask, require_mask
+from coat_jax.optax.masks import Mask, checked_mask
 from coat_jax.optax.muon.matrices import (
     DimensionNumbers,
     Matrix,
@@ -60,13 +53,13 @@ from coat_jax.optax.muon.newton_schulz import (
     STANDARD,
     Coefficients,
     Preconditioning,
+    checked_dtype,
     coefficients_of,
     orthogonalize,
-    require_arguments,
 )
-from coat_jax.optax.states.metadata import fit_metadata
-from coat_jax.optax.states.sharding import full
+from coat_jax.optax.states.sharding import fit_metadata, full
 from coat_jax.storage import Storage
+from coat_jax.validation import require
 
 
 class ScaleByFP8MuonState(NamedTuple):
@@ -143,25 +136,18 @@ def fp8_muon(
         >>> state.inner_states["muon"].inner_state[0].mu.codes["w"].dtype.name
         'int8'
     """
-    arguments = {
-        "learning_rate": learning_rate,
-        "weight_decay": weight_decay,
-        "adam_b1": adam_b1,
-        "adam_b2": adam_b2,
-        "adam_eps_root": adam_eps_root,
-        "adam_weight_decay": adam_weight_decay,
-    }
-    if adam_learning_rate is not None:
-        arguments["adam_learning_rate"] = adam_learning_rate
-    for name, value in arguments.items():
-        require_number_or_schedule(name, value)
-    require_settings(storage=storage)
-    require_mask("weight_decay_mask", weight_decay_mask)
-    if consistent_rms is not None:
-        require_number("consistent_rms", consistent_rms)
+    require_numbers(
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        consistent_rms=0.0 if consistent_rms is None else consistent_rms,
+        adam_learning_rate=learning_rate if adam_learning_rate is None else adam_learning_rate,
+        adam_b1=adam_b1,
+        adam_b2=adam_b2,
+        adam_eps_root=adam_eps_root,
+        adam_weight_decay=adam_weight_decay,
+    )
     numbers = muon_weight_dimension_numbers or certain_matrices
-    muon = checked_chain(
-        ScaleByFP8MuonState,
+    muon = optax.chain(
         scale_by_fp8_muon(
             ns_coeffs,
             ns_steps,
@@ -200,15 +186,7 @@ def fp8_muon(
         chosen = iter(numbers_of_leaves(numbers, params))
         return jax.tree.map(lambda _: "adam" if next(chosen) is None else "muon", params)
 
-    parts = optax.partition({"muon": muon, "adam": adam}, labels)
-
-    def update(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
-    ) -> tuple[optax.Updates, Any]:
-        require_state_of(optax.transforms.PartitionState, state)
-        return parts.update(updates, state, params, **extra_args)
-
-    return optax.GradientTransformationExtraArgs(parts.init, update)
+    return optax.partition({"muon": muon, "adam": adam}, labels)
 
 
 def scale_by_fp8_muon(
@@ -245,10 +223,9 @@ def scale_by_fp8_muon(
         storage: the format of the momentum (`first`), the group size, the rounding, and which
             leaves stay in FP32.
     """
-    coefficients = coefficients_of(ns_coeffs, ns_steps)
-    require_arguments(preconditioning, ns_dtype)
-    require_number("beta", beta)
-    require_number("eps", eps)
+    coefficients, dtype = coefficients_of(ns_coeffs, ns_steps), checked_dtype(ns_dtype)
+    require("preconditioning", preconditioning, Preconditioning)
+    require_numbers(beta=beta, eps=eps)
     require_settings(storage=storage, mu_dtype=mu_dtype, nesterov=nesterov, adaptive=adaptive)
     storage = storage or Storage()
     beta = in_fp32(beta)  # optax.inject_hyperparams casts it to the dtype of the parameters
@@ -270,7 +247,7 @@ def scale_by_fp8_muon(
     def update(
         updates: optax.Updates, state: ScaleByFP8MuonState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ScaleByFP8MuonState]:
-        _require_state(state, updates, storage)
+        require_state(state, jax.eval_shape(init, updates))
         updates = promoted(updates, params)
         count = optax.safe_increment(state.count)
         gradients, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, updates))
@@ -289,15 +266,16 @@ def scale_by_fp8_muon(
         stacks = orthogonalize(
             [matrix.stack(m) for m, matrix in zip(corrected, matrices, strict=True)],
             coefficients,
-            steps=ns_steps,
             eps=eps,
             preconditioning=preconditioning,
-            dtype=ns_dtype,
+            dtype=dtype,
         )
         directions = [matrix.unstack(u) for u, matrix in zip(stacks, matrices, strict=True)]
         if adaptive:
+            # The inner product is about the sum of singular values: https://arxiv.org/abs/2409.20325.
             directions = [
-                _times_dual_norm(u.astype(jnp.float32), m, matrix)
+                (wide := u.astype(jnp.float32))
+                * jnp.sum(m * wide, axis=(*matrix.inputs, *matrix.outputs), keepdims=True)
                 for u, m, matrix in zip(directions, corrected, matrices, strict=True)
             ]
         results = [u.astype(g.dtype) for u, g in zip(directions, gradients, strict=True)]
@@ -321,16 +299,6 @@ def _magnitude_of_columns(
     length = math.prod(m.shape[axis] for axis in matrix.column)
     means = jnp.sum(magnitudes / max(length, 1), axis=matrix.column, keepdims=True)
     return jnp.maximum(means, SMALLEST)
-
-
-def _times_dual_norm(
-    u: Float[Array, "..."], m: Float[Array, "..."], matrix: Matrix
-) -> Float[Array, "..."]:
-    """Each direction times its inner product with the momentum, about the sum of singular values.
-
-    See https://arxiv.org/abs/2409.20325.
-    """
-    return u * jnp.sum(m * u, axis=(*matrix.inputs, *matrix.outputs), keepdims=True)
 
 
 def _bias_corrected(
@@ -369,9 +337,3 @@ def _scale_by_shape(
         factor(matrix) * u for u, matrix in zip(leaves, matrices_of(numbers, updates), strict=True)
     ]
     return jax.tree.unflatten(structure, scaled)
-
-
-def _require_state(state: Any, updates: optax.Updates, storage: Storage) -> None:
-    require_state_of(ScaleByFP8MuonState, state)
-    require_moments("mu", state.mu, partial(stored_layout, dtype=storage.first, storage=storage))
-    require_same_shapes("gradients", updates, state.mu.codes)

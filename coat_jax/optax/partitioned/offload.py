@@ -19,10 +19,10 @@ from jaxtyping import Array
 from coat_jax.errors import UserError
 from coat_jax.kernels.adam import Number
 from coat_jax.optax.checks.trees import require_same_shapes
-from coat_jax.optax.fused import InPlaceOptimizer, require_step
+from coat_jax.optax.in_place import InPlaceOptimizer
 from coat_jax.optax.partitioned.parts import Parts
 from coat_jax.optax.states.following import param_of_leaf
-from coat_jax.optax.states.host_memory import is_on_host, place_on_host
+from coat_jax.optax.states.host_memory import HOST, host_sharding, is_on_host
 
 SMALL = 2**16  # bytes of an array that is not worth a copy
 PART = 2**27  # the fewest bytes of a part: copies of many arrays start at once
@@ -37,13 +37,13 @@ def in_host_memory(optimizer: InPlaceOptimizer) -> InPlaceOptimizer:
     device, such as one made by `optimizer`, is stepped there.
 
     Args:
-        optimizer: from `fused_fp8_adamw` or `in_place`, one that updates each leaf by itself, as
-            AdamW and Lion do. (Not one that computes a number from all gradients.)
+        optimizer: from `in_place`, one that updates each leaf by itself, as AdamW and Lion do. (Not
+            one that computes a number from all gradients.)
 
     Example:
         >>> import coat_jax as coat, jax, jax.numpy as jnp
         >>> params = {"w": jnp.ones((256, 256))}
-        >>> optimizer = coat.optax.in_host_memory(coat.optax.fused_fp8_adamw(1e-3))
+        >>> optimizer = coat.optax.in_host_memory(coat.optax.in_place(coat.optax.fp8_adamw(1e-3)))
         >>> state = optimizer.init(params)
         >>> state.mu.codes["w"].sharding.memory_kind
         'pinned_host'
@@ -52,17 +52,22 @@ def in_host_memory(optimizer: InPlaceOptimizer) -> InPlaceOptimizer:
         >>> print(f"{params['w'][0, 0]:.3f}", state.mu.codes["w"].sharding.memory_kind)
         0.999 pinned_host
     """
-    require_step("in_host_memory", optimizer)
 
     def init(params: optax.Params) -> Any:
-        _refuse_lookahead(params)
+        if isinstance(params, optax.LookaheadParams):
+            raise UserError(
+                "in_host_memory steps each parameter by itself, and optax.lookahead needs the fast "
+                "and the slow copy of a parameter at once. Use it without in_host_memory."
+            )
         state = optimizer.init(params)
         leaves, structure = jax.tree.flatten(state)
-        placed = [
-            place_on_host(leaf) if _is_large(leaf, param) else leaf
-            for leaf, param in zip(leaves, param_of_leaf(state, params), strict=True)
-        ]
-        return jax.tree.unflatten(structure, placed)
+        for i, param in enumerate(param_of_leaf(state, params)):
+            shape = None if param is None else jnp.shape(param)
+            if leaves[i].shape == shape and leaves[i].nbytes >= SMALL:
+                if not isinstance(leaves[i], jax.core.Tracer):
+                    host_sharding(leaves[i].sharding)  # raises if its device cannot reach the host
+                leaves[i] = jax.device_put(leaves[i], HOST)
+        return jax.tree.unflatten(structure, leaves)
 
     def step(
         params: optax.Params,
@@ -76,7 +81,6 @@ def in_host_memory(optimizer: InPlaceOptimizer) -> InPlaceOptimizer:
         arguments = {"grad_scale": grad_scale, "skip": skip, **extra_args}
         if not any(map(is_on_host, jax.tree.leaves(state))):
             return optimizer.step(params, grads, state, **arguments)
-        _refuse_lookahead(params)
         require_same_shapes("gradients", grads, params)
         gradients = jax.tree.leaves(grads)
         parts = Parts(params, state)
@@ -89,20 +93,6 @@ def in_host_memory(optimizer: InPlaceOptimizer) -> InPlaceOptimizer:
         return parts.whole()
 
     return InPlaceOptimizer(init, step)
-
-
-def _refuse_lookahead(params: optax.Params) -> None:
-    if isinstance(params, optax.LookaheadParams):
-        raise UserError(
-            "in_host_memory steps each parameter by itself, and got optax.LookaheadParams: "
-            "optax.lookahead needs the fast and the slow copy of a parameter at once. Keep its "
-            "state on the device: use in_place(optax.lookahead(..)) without in_host_memory."
-        )
-
-
-def _is_large(leaf: Any, param: Any) -> bool:
-    """Whether an array of the state is as large as the parameter that it follows, and not small."""
-    return param is not None and leaf.shape == jnp.shape(param) and leaf.nbytes >= SMALL
 
 
 def _divided(sizes: Sequence[Sequence[int]]) -> list[list[int]]:

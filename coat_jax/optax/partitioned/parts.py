@@ -23,7 +23,7 @@ from jaxtyping import Array
 from coat_jax.errors import UserError
 from coat_jax.optax.masks import leaves_some_out
 from coat_jax.optax.states.following import followed_indices
-from coat_jax.optax.states.host_memory import is_on_host, to_device, to_host
+from coat_jax.optax.states.host_memory import DEVICE, HOST, is_on_host
 
 
 class Parts:
@@ -41,19 +41,14 @@ class Parts:
         self._masked = leaves_some_out(state)
         self._before = list(self._state)
         self._on_host = [is_on_host(leaf) for leaf in self._state]
-        self._require_followers_on_host(state)
         self._leaving: list[int] = []  # leaves of the part before, being copied to the host
         self._stepped: list[Array] | None = None  # the same, on the device
-
-    def _require_followers_on_host(self, state: Any) -> None:
-        """Raises if an array that follows no parameter, which all parts need, is in host memory."""
         leaves = jax.tree.leaves_with_path(state)
         for (path, leaf), on_host, param in zip(leaves, self._on_host, self._follows, strict=True):
             if on_host and param is None:
                 raise UserError(
                     f"state{jax.tree_util.keystr(path)} of shape {leaf.shape} is in host memory, "
-                    "where only arrays as large as their parameters may be. Make the state with "
-                    "init(params) of in_host_memory(optimizer), which places each array."
+                    "and all parts need it. Make the state with init(params)."
                 )
 
     def sizes_on_host(self) -> list[list[int]]:
@@ -97,7 +92,8 @@ class Parts:
                 # first copy on, and starts each later copy once the previous part was stepped.
                 hosted = [leaf for leaf in self._before if is_on_host(leaf)]
                 after = gradients, hosted
-            arrived = to_device([leaves[i] for i in arriving], after)
+            arrived, _ = lax.optimization_barrier(([leaves[i] for i in arriving], after))
+            arrived = jax.device_put(arrived, DEVICE)
             left = [self._state[i] for i in self._leaving]
             gradients, arrived, left = lax.optimization_barrier((gradients, arrived, left))
             for i, leaf in zip([*arriving, *self._leaving], [*arrived, *left], strict=True):
@@ -141,7 +137,7 @@ class Parts:
                 self._state[i] = leaf
         if leaving:
             self._leaving, self._stepped = list(leaving), list(leaving.values())
-            for i, leaf in zip(self._leaving, to_host(self._stepped), strict=True):
+            for i, leaf in zip(self._leaving, jax.device_put(self._stepped, HOST), strict=True):
                 self._state[i] = leaf
         return before
 

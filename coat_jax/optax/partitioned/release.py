@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from coat_jax.kernels.adam import Number
 from coat_jax.optax.clipping import global_norm
-from coat_jax.optax.fused import InPlaceOptimizer, require_step
+from coat_jax.optax.in_place import InPlaceOptimizer
 from coat_jax.optax.partitioned.parts import Parts
 from coat_jax.validation import brief
 
@@ -90,21 +90,24 @@ def step_by_stages(
         ...     coat.optax.Stage(lambda p: p["first"], lambda w, _: jnp.ones((2, 4)) @ w),
         ...     coat.optax.Stage(lambda p: p["second"], lambda w, x: jnp.mean(jnp.square(x @ w))),
         ... )
-        >>> optimizer = coat.optax.fused_fp8_adamw(1e-2)
+        >>> optimizer = coat.optax.in_place(coat.optax.fp8_adamw(1e-2))
         >>> step = jax.jit(coat.optax.step_by_stages, static_argnums=(0, 1))
         >>> stepped = step(optimizer, stages, params, optimizer.init(params))
         >>> print(stepped.loss)
         1024.0
     """
-    require_step("step_by_stages", optimizer)
-    _require_stages(stages)
+    if not isinstance(stages, list | tuple) or not all(isinstance(s, Stage) for s in stages):
+        raise TypeError(f"stages={brief(stages)} must be a list or tuple of coat_jax.optax.Stage.")
     used = _leaves_of_stages(stages, params)
     pullbacks, x = [], None
     for stage in stages:
         x, pullback = jax.vjp(stage.apply, stage.select(params), x)
         pullbacks.append(pullback)
     loss: Any = x
-    _require_loss(loss)
+    if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        raise ValueError(
+            f"The last stage returned {brief(loss)}: it must return the loss, a number."
+        )
     unusable = ~jnp.isfinite(loss)
     parts = Parts(params, state)
     pending: dict[int, Array] = {}
@@ -138,15 +141,6 @@ def step_by_stages(
     return Stepped(loss, jnp.sqrt(squares), *parts.whole(), skipped)
 
 
-def _require_stages(stages: Any) -> None:
-    if isinstance(stages, list | tuple) and all(isinstance(stage, Stage) for stage in stages):
-        return
-    raise TypeError(
-        f"stages={brief(stages)} must be a list or tuple of coat_jax.optax.Stage, from the model's "
-        "input to its loss."
-    )
-
-
 class _Place:
     """A placeholder for a leaf of the parameters: stages may select it, but not compute with it."""
 
@@ -158,37 +152,19 @@ def _leaves_of_stages(stages: Sequence[Stage], params: optax.Params) -> list[lis
     """The indices of the leaves that each stage uses; raises unless every leaf is used."""
     structure: Any = jax.tree.structure(params)
     places = jax.tree.unflatten(structure, map(_Place, range(structure.num_leaves)))
-    used = [_selected(i, stage, places) for i, stage in enumerate(stages)]
-    everywhere = {leaf for leaves in used for leaf in leaves}
+    used = []
+    for i, stage in enumerate(stages):
+        try:
+            used.append([leaf.number for leaf in jax.tree.leaves(stage.select(places))])
+        except (AttributeError, TypeError) as error:
+            raise ValueError(
+                f"The `select` of stage {i} must return leaves of the parameters as they are: "
+                f"{error}. Transpose, slice, cast and compute in its `apply`."
+            ) from error
     for number, (path, _) in enumerate(jax.tree.leaves_with_path(params)):
-        if number not in everywhere:
+        if not any(number in leaves for leaves in used):
             raise ValueError(
                 f"No stage selects params{jax.tree_util.keystr(path)}, so it would never be "
                 "updated. Select it in the stage that uses it."
             )
     return used
-
-
-def _selected(number: int, stage: Stage, places: Any) -> list[int]:
-    """The leaves that a stage selects; raises if it does anything else with them."""
-    try:
-        selected = jax.tree.leaves(stage.select(places))
-    except (AttributeError, TypeError) as error:
-        reason = str(error)
-    else:
-        other = [leaf for leaf in selected if not isinstance(leaf, _Place)]
-        if not other:
-            return [leaf.number for leaf in selected]
-        reason = f"it returns {type(other[0]).__name__}, which is no leaf of the parameters"
-    raise ValueError(
-        f"The `select` of stage {number} must return leaves of the parameters as they are: "
-        f"{reason}. Transpose, slice, cast and compute in its `apply`."
-    )
-
-
-def _require_loss(loss: Any) -> None:
-    if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-        raise ValueError(
-            f"The last stage must return the loss, one real number. It returned an array of shape "
-            f"{jnp.shape(loss)} and dtype {jnp.result_type(loss)}."
-        )

@@ -114,7 +114,7 @@ def read_state(folder: Path, like: Any) -> Any:
     return jax.tree.map(_from_array, like, restored)
 
 
-def require_stored_like(path: str | Path, like: Any) -> Any:
+def require_stored_like(path: Path, like: Any) -> Any:
     """Returns the tree to ask orbax for; raises unless `path` has the leaves and dtypes of `like`.
 
     A Python number in `like` may be stored in any dtype of its kind: jit makes an array of it.
@@ -123,7 +123,6 @@ def require_stored_like(path: str | Path, like: Any) -> Any:
         FileNotFoundError: if there is none.
         UserError: naming what differs.
     """
-    path = expand_user(path).absolute()
     if not path.is_dir():
         raise FileNotFoundError(f"There is no checkpoint at {path}.")
     require_storable(like)
@@ -166,32 +165,23 @@ def storable(state: Any) -> Any:
 
 def require_storable(state: Any) -> None:
     """Raises unless every leaf of a state, or of its shapes and dtypes, can be stored."""
-    if not jax.tree.leaves(state):
-        raise ValueError("The state has no arrays: there is nothing to save or restore.")
-    if jax.tree_util.all_leaves([state]):
-        raise ValueError("The state is a single leaf, which orbax does not take: put it in a dict.")
+    if not jax.tree.leaves(state) or jax.tree_util.all_leaves([state]):
+        raise ValueError("The state must be a tree with arrays in it: put a single one in a dict.")
     stored_as: dict[str, str] = {}
     for path, leaf in jax.tree.leaves_with_path(state):
-        where = jax.tree_util.keystr(path)
-        other = stored_as.setdefault(".".join(_keys(path)), where)
-        if other != where:
-            raise ValueError(
-                f"{other} and {where} would be stored as one array, {'.'.join(_keys(path))!r}: "
-                "orbax joins keys with dots. Rename one of them."
-            )
+        where, name = jax.tree_util.keystr(path), ".".join(_keys(path))
         kind = getattr(getattr(leaf, "dtype", None), "kind", "O")
-        if kind in "OSUmM" and not _is_number(leaf) and not _is_key(leaf):
-            raise TypeError(
-                f"{where} is a {type(leaf).__name__}, which is neither an array of numbers, a "
-                "random key nor a number: it cannot be saved."
-            )
-        if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
-            raise ValueError(f"{where} is {leaf}, which does not fit in 64 bits.")
-        if 0 in np.shape(leaf):
-            raise ValueError(
-                f"{where} has shape {np.shape(leaf)}: orbax stores no arrays of size zero. Leave "
-                "empty parameters out with optax.masked."
-            )
+        if stored_as.setdefault(name, where) != where:
+            reason = f"has the name of {stored_as[name]}, because orbax joins keys with dots"
+        elif kind in "OSUmM" and not _is_number(leaf) and not _is_key(leaf):
+            reason = f"is a {type(leaf).__name__}, no array of numbers, random key or number"
+        elif isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
+            reason = "does not fit in 64 bits"
+        elif 0 in np.shape(leaf):
+            reason = "is empty, which orbax does not store: leave it out with optax.masked"
+        else:
+            continue
+        raise ValueError(f"{where} {reason}.")
 
 
 def _is_key(leaf: Any) -> bool:
@@ -208,14 +198,10 @@ def _to_array(leaf: Any) -> Any:
         return np.asarray(leaf) if _is_number(leaf) else leaf
     if isinstance(leaf, jax.Array):
         return jax.random.key_data(leaf)
-    data = jax.eval_shape(jax.random.key_data, leaf)
-    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=_sharding_of_data(leaf))
-
-
-def _sharding_of_data(leaf: Any) -> Any:
-    """The sharding of a key array for its integers, which have one more axis."""
+    data = jax.eval_shape(jax.random.key_data, leaf)  # with one more axis
     sharding = getattr(leaf, "sharding", None)
-    return sharding if isinstance(sharding, NamedSharding) else None
+    sharding = sharding if isinstance(sharding, NamedSharding) else None
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
 
 
 def _from_array(leaf: Any, array: Any) -> Any:

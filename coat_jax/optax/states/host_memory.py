@@ -5,7 +5,6 @@ copy as soon as its operands are ready, and waits for it where its result is use
 arrays at a time, or more with the compiler option `COPIES_AT_ONCE`.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,28 +26,6 @@ def is_on_host(leaf: Any) -> bool:
     """Whether an array, or a type of one, is in host memory."""
     kind = leaf if isinstance(leaf, jax.core.ShapedArray) else jax.typeof(leaf)
     return bool(kind.memory_space == HOST)
-
-
-def to_device(arrays: Sequence[Array], after: Any = ()) -> list[Array]:
-    """Copies arrays in host memory to the device, once those of `after` are computed."""
-    arrays, _ = lax.optimization_barrier((list(arrays), after))
-    return jax.device_put(arrays, DEVICE)
-
-
-def to_host(arrays: Sequence[Array]) -> list[Array]:
-    """Copies arrays on the device to host memory."""
-    return jax.device_put(list(arrays), HOST)
-
-
-def place_on_host(leaf: Array) -> Array:
-    """Moves an array to host memory.
-
-    Raises:
-        UserError: if its device cannot reach host memory.
-    """
-    if not isinstance(leaf, jax.core.Tracer):
-        host_sharding(leaf.sharding)
-    return jax.device_put(leaf, HOST)
 
 
 def on_device(tree: Any) -> Any:

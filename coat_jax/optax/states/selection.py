@@ -23,18 +23,12 @@ import jax.extend
 import jax.numpy as jnp
 import optax
 
-from coat_jax.numerics.expansion import Expanded
-from coat_jax.optax.checks.trees import dtype_of, is_fp8, require_real_float
+from coat_jax.optax.checks.trees import dtype_of, require_real_float
 from coat_jax.optax.states.following import optimized, param_of_leaf
 from coat_jax.storage import Storage
 
-# States that are subtracted from nearly equal numbers, with their descriptions for the error.
-REFUSED = {
-    optax.ScaleByLBFGSState: "L-BFGS, which subtracts the last gradients and parameters from the "
-    "present ones",
-    optax.ScaleByRStdDevState: "scale_by_stddev and rmsprop(centered=True), which subtract the "
-    "squared mean from the mean square",
-}
+# States that are subtracted from nearly equal numbers.
+REFUSED = {optax.ScaleByLBFGSState: "L-BFGS", optax.ScaleByRStdDevState: "centered RMSProp"}
 # States for users to read: the last gradient, a measurement.
 WITHOUT_MOMENTS = (
     optax.ScaleByBacktrackingLinesearchState,
@@ -56,37 +50,51 @@ def select_moments(
     where: Callable[[str, Any], bool] | None,
 ) -> list[bool]:
     """For each leaf of `state`, which is `init(params)`, whether it is compressed."""
-    _require_compressible(state)
     for path, param in jax.tree.leaves_with_path(params):
         if jnp.iscomplexobj(param):
             require_real_float(jax.tree_util.keystr(path), param)
-    chosen, refused = [], []
-    for (path, leaf), param, from_values, read in zip(
+    shapes = [jnp.shape(param) for param in jax.tree.leaves(params)]
+    chosen, unchosen = [], ""
+    for (path, leaf), param, from_values, kind in zip(
         jax.tree.leaves_with_path(state),
         param_of_leaf(state, params),
         depends_on_values(init, params),
-        _within(WITHOUT_MOMENTS, state),
+        _kinds(state),
         strict=True,
     ):
-        name = jax.tree_util.keystr(path)
-        if param is None:
-            _require_not_flat(path, leaf, params)
-        else:
+        name, shape, dtype = jax.tree_util.keystr(path), jnp.shape(leaf), dtype_of(leaf)
+        if kind in REFUSED:
+            raise ValueError(
+                f"compress does not take {REFUSED[kind]}, which subtracts nearly equal numbers: "
+                "rounding to 8 bits is larger than their difference. Use it uncompressed."
+            )
+        if param is not None:
             require_real_float(f"The parameter of {name}", param)
+            if shape == jnp.shape(param) and dtype.itemsize == 1 and dtype != jnp.bool_:
+                raise ValueError(
+                    f"The state of the wrapped transformation holds 8 bits already, in {name}. Use "
+                    "fp8_adamw, or what is compressed, as it is."
+                )
+        elif len(shapes) > 1 and shape == (sum(map(math.prod, shapes)),):
+            raise ValueError(
+                f"The leaf {name} holds all parameters in one vector, as optax.flatten makes it. "
+                "Compress inside it: optax.flatten(compress(tx))."
+            )
         compressible = (
             param is not None
-            and _is_wide_float(leaf)
-            and not (from_values or read)
-            and jnp.size(leaf) > 0
-            and storage.quantizes(jnp.shape(leaf))
+            and jnp.issubdtype(dtype, jnp.floating)
+            and not from_values
+            and kind not in WITHOUT_MOMENTS
+            and math.prod(shape) > 0
+            and storage.quantizes(shape)
         )
         chosen.append(compressible and (where is None or bool(where(name, leaf))))
         if compressible and not chosen[-1]:
-            refused.append(name)
-    if refused and not any(chosen):
+            unchosen = unchosen or name
+    if unchosen and not any(chosen):
         warnings.warn(
             "compress stores nothing in FP8: where(path, leaf) is false for all moments, the "
-            f"first of which has the path {refused[0]!r}.",
+            f"first of which has the path {unchosen!r}.",
             stacklevel=2,
         )
     return chosen
@@ -117,11 +125,6 @@ def without_names(tree: Any, params: optax.Params) -> Any:
     return strip(tree)
 
 
-def _is_wide_float(leaf: Any) -> bool:
-    dtype = dtype_of(leaf)
-    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 2
-
-
 def _dependent_outputs(jaxpr: Any, dependent_inputs: Sequence[bool]) -> list[bool]:
     dependent = {var for var, is_so in zip(jaxpr.invars, dependent_inputs, strict=True) if is_so}
 
@@ -140,55 +143,12 @@ def _dependent_outputs(jaxpr: Any, dependent_inputs: Sequence[bool]) -> list[boo
     return [is_dependent(atom) for atom in jaxpr.outvars]
 
 
-def _within(types: tuple[type, ...], state: Any) -> list[bool]:
-    """For each leaf of `state`, whether it is part of a node of these types."""
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, types))
-    return [isinstance(node, types) for node in nodes for _ in jax.tree.leaves(node)]
-
-
-def _within_codes(state: Any) -> list[bool]:
-    """For each leaf of `state`, whether it is part of arrays that are stored in 8 bits."""
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, Expanded))
+def _kinds(state: Any) -> list[type | None]:
+    """For each leaf of `state`, which of the classes above it is part of, if any."""
+    kinds = (*REFUSED, *WITHOUT_MOMENTS)
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds))
     return [
-        isinstance(node, Expanded)
-        and any(dtype_of(codes).itemsize == 1 for codes in jax.tree.leaves(node.codes))
+        next((kind for kind in kinds if isinstance(node, kind)), None)
         for node in nodes
         for _ in jax.tree.leaves(node)
     ]
-
-
-def _require_compressible(state: Any) -> None:
-    leaves = jax.tree.leaves_with_path(state)
-    for (path, leaf), coded in zip(leaves, _within_codes(state), strict=True):
-        if is_fp8(leaf) or coded:
-            raise ValueError(
-                f"The state of the wrapped transformation holds codes of 8 bits already, in "
-                f"{jax.tree_util.keystr(path)}. Nothing is gained by storing it twice: use "
-                "fp8_adamw, or what is compressed, as it is."
-            )
-    for refused, description in REFUSED.items():
-        if any(_within((refused,), state)):
-            raise ValueError(
-                f"compress does not take {description}: rounding to 8 bits is larger than the "
-                "difference. Use it uncompressed."
-            )
-
-
-def _require_not_flat(path: tuple[Any, ...], leaf: Any, params: optax.Params) -> None:
-    """Raises for one vector of all parameters, which the rule for moments does not see."""
-    named = jax.tree.leaves_with_path(params)
-    total = sum(math.prod(jnp.shape(p)) for _, p in named)
-    if jnp.shape(leaf) != (total,) or not _is_wide_float(leaf):
-        return
-    # The leaves of SM3 have a parameter's path within their own.
-    if not any(_contains(path, of_param) for of_param, _ in named):
-        raise ValueError(
-            f"The leaf {jax.tree_util.keystr(path)} holds all parameters in one vector, as "
-            "optax.flatten makes it. Compress inside it: optax.flatten(compress(tx))."
-        )
-
-
-def _contains(path: tuple[Any, ...], part: tuple[Any, ...]) -> bool:
-    """Whether `part` is a piece of `path`."""
-    starts = range(len(path) - len(part) + 1)
-    return any(path[start : start + len(part)] == part for start in starts)

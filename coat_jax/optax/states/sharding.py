@@ -3,8 +3,14 @@
 The codes of a moment have their parameter's shape, and its scales one number per group of
 the last axis, so a parameter's PartitionSpec fits both; only where the mesh divides
 the last axis inside a group, the last axis of the scales is not sharded.
+
+Flax's modules can carry the names of mesh axes beside their arrays: `nnx.Variable` as metadata,
+`nn.Partitioned` and `nn.LogicallyPartitioned` as boxes. A state made from such parameters inherits
+these annotations, and trainers (`nnx.Optimizer`, MaxText) shard the state by them. `fit_metadata`
+removes from them the axes that do not fit the scales.
 """
 
+import sys
 from typing import Any
 
 import jax
@@ -19,6 +25,10 @@ from coat_jax.numerics.expansion import GROUP_SIZE
 from coat_jax.optax.states.following import param_of_leaf
 from coat_jax.optax.states.host_memory import host_sharding, is_on_host
 from coat_jax.storage import GROUP_SIZES, Storage
+
+# Metadata of an nnx.Variable. `sharding_names` is an earlier name of `out_sharding`. MaxText's
+# stacked layers have both, and where Flax copies annotations to a state, the earlier one would win.
+ANNOTATIONS = ("out_sharding", "optimizer_sharding", "sharding_names")
 
 
 def state_shardings(tx: optax.GradientTransformation, params: optax.Params) -> Any:
@@ -123,3 +133,57 @@ def sharding_like(param: Any, shape: tuple[int, ...]) -> NamedSharding:
         for entry, size in zip(sharding.spec, shape, strict=False)
     ]
     return NamedSharding(sharding.mesh, PartitionSpec(*spec))
+
+
+def fit_metadata(tree: Any, params: Any) -> Any:
+    """Returns `tree`, a state leaf for each parameter, with annotations that fit its shapes.
+
+    An axis as long as its parameter's keeps its name. Any other axis loses its name in a box, whose
+    names the user maps to mesh axes later. In an nnx.Variable it keeps a name that the mesh of
+    `jax.set_mesh` has if the mesh axis divides it. A name that the mesh does not have is mapped to
+    mesh axes later (MaxText), or the mesh is not set yet: the axis then keeps it if the number of
+    all devices divides the axis, because then any mesh does.
+    """
+
+    def fit(box: Any, param: Any) -> Any:
+        if not _is_box(box) or len(jax.tree.leaves(box)) != 1:
+            return box
+        size, param_size = (tuple(jax.tree.leaves(tree)[0].shape) for tree in (box, param))
+        same_rank = len(size) == len(param_size)
+        equal = [same_rank and n == m for n, m in zip(size, param_size, strict=False)]
+        if not isinstance(box, _flax_types("flax.nnx", "Variable")):
+            return box.replace(names=_restricted(box.names, equal))
+        metadata = box.get_metadata()
+        fitted = {}
+        for name in ANNOTATIONS:
+            axes = metadata.get(name)
+            if isinstance(axes, tuple | jax.sharding.PartitionSpec):
+                fits = [_may_divide(axis, n) for axis, n in zip(axes, size, strict=False)]
+                keep = [a or b for a, b in zip(equal, fits, strict=False)]
+                fitted[name] = _restricted(axes, keep)
+        return box.copy(**fitted) if fitted else box
+
+    return jax.tree.map(fit, tree, params, is_leaf=_is_box)
+
+
+def _is_box(node: Any) -> bool:
+    boxes = _flax_types("flax.nnx", "Variable") + _flax_types("flax.core.meta", "Partitioned")
+    return isinstance(node, boxes)
+
+
+def _flax_types(module: str, name: str) -> tuple[Any, ...]:
+    """A tuple with a class of Flax; empty until the user imports Flax, which takes a second."""
+    return (getattr(sys.modules[module], name),) if module in sys.modules else ()
+
+
+def _restricted(axes: Any, keep: list[bool]) -> Any:
+    """The names of axes, None where `keep` is false, in a container like theirs."""
+    names = [axis if stays else None for axis, stays in zip(axes, keep, strict=False)]
+    return tuple(names) if isinstance(axes, tuple) else type(axes)(*names)
+
+
+def _may_divide(axis: Any, size: int) -> bool:
+    """Whether these axes can be sharded: on the mesh that is set, or on any mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    known = all(name in mesh.shape for name in mesh_axes.names(axis))
+    return size % (mesh_axes.shards(axis, mesh) if known else jax.device_count()) == 0

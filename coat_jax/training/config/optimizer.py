@@ -8,6 +8,7 @@ import optax
 
 from coat_jax.errors import UserError
 from coat_jax.optax.checks.arguments import least_b2
+from coat_jax.optax.rounding import RoundParams
 from coat_jax.validation import Between, CountOrZero, Share, brief, require_fields
 
 OptimizerName = Literal["fp8_adamw", "adamw"]
@@ -63,10 +64,9 @@ class OptimizerConfig:
         decay_embedding: whether weight decay applies to the embedding, which may also be the head.
         decay_vectors: whether weight decay applies to biases and to the scales of norms.
         clip_norm: the largest global norm of the gradients; None does not clip.
-        round_stochastically: whether BF16 parameters are rounded stochastically, so that small
-            updates are not lost. FP32 parameters need no rounding.
-        correct_params: whether BF16 parameters train as numbers of 24 bits, 8 of which are in the
-            optimizer's state; round_stochastically then rounds to these 24 bits.
+        round_params: how BF16 parameters are rounded: "stochastic" preserves small updates on
+            average, "nearest" loses them, and "24_bits" stores 8 more bits in the optimizer's
+            state.
         release_gradients: whether the backward pass updates each layer as soon as it has its
             gradients, and frees them. They are then clipped by the norm of the step before.
         offload: whether the large arrays of the optimizer's state are in host memory. Each step
@@ -88,8 +88,7 @@ class OptimizerConfig:
     decay_embedding: bool = True
     decay_vectors: bool = False
     clip_norm: Annotated[float, Between(least=1e-30, most=1e30)] | None = 1.0
-    round_stochastically: bool = True
-    correct_params: bool = False
+    round_params: RoundParams = "stochastic"
     release_gradients: bool = False
     offload: bool = False
 

@@ -125,10 +125,10 @@ class TrainConfig:
                 "microbatches. Make it a multiple."
             )
         dtype = jnp.dtype(self.model.param_dtype)
-        if self.optimizer.correct_params and dtype != jnp.bfloat16:
+        if self.optimizer.round_params == "24_bits" and dtype != jnp.bfloat16:
             raise UserError(
-                f"optimizer.correct_params=True corrects parameters in BF16, and model.param_dtype="
-                f"{dtype.name}. Set --param_dtype bfloat16, or leave correct_params out."
+                'optimizer.round_params="24_bits" is for BF16 parameters, and model.param_dtype='
+                f"{dtype.name}. Set --param_dtype bfloat16, or leave round_params out."
             )
         if self.optimizer.release_gradients:
             self._require_releasable()

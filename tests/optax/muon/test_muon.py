@@ -19,10 +19,10 @@ from steps import normal
 import coat_jax as coat
 from coat_jax import models
 from coat_jax.errors import UserError
-from coat_jax.optax import fp8_adamw, fp8_muon, hidden_matrices, scale_by_fp8_muon
+from coat_jax.optax import fp8_muon, hidden_matrices, scale_by_fp8_muon
 from coat_jax.optax.muon import newton_schulz
 from coat_jax.optax.muon.matrices import matrices_of
-from coat_jax.optax.muon.newton_schulz import orthogonalize
+from coat_jax.optax.muon.newton_schulz import coefficients_of, orthogonalize
 
 STANDARD = np.array([3.4445, -4.7750, 2.0315])
 IN_FP32 = coat.Storage(min_size=1 << 30)
@@ -70,8 +70,8 @@ def test_each_matrix_is_orthogonalized_as_by_optax(
     def both(stacks):
         ours = orthogonalize(
             stacks,
-            coefficients,
-            steps=steps,
+            coefficients_of(coefficients, steps),
+            eps=1e-8,
             preconditioning=preconditioning,
             dtype=jnp.float32,
         )
@@ -92,7 +92,7 @@ def test_zeros_are_orthogonalized_to_zeros():
     def all_ways():
         return [
             orthogonalize(
-                [jnp.zeros((1, 4, 6))], STANDARD, steps=1, eps=eps, preconditioning=how, dtype=dtype
+                [jnp.zeros((1, 4, 6))], [STANDARD], eps=eps, preconditioning=how, dtype=dtype
             )
             for how in ("frobenius", "spectral", "aol", "schatten")
             for dtype, eps in ((jnp.float16, 1e-8), (jnp.bfloat16, 0.0))
@@ -394,20 +394,18 @@ def test_matrices_that_are_sharded_explicitly_are_updated_and_stay_sharded():
     ("arguments", "error", "words"),
     [
         ({"ns_steps": 0}, ValueError, "ns_steps=0"),
-        ({"ns_coeffs": "keller"}, ValueError, "standard, dion"),
+        ({"ns_coeffs": "keller"}, ValueError, "'standard' or 'dion'"),
         ({"ns_coeffs": (1.0, 2.0)}, ValueError, "three numbers"),
         ({"beta": 1.0}, ValueError, "beta=1.0"),
-        ({"preconditioning": "nuclear"}, ValueError, "frobenius, spectral, aol, schatten"),
+        ({"preconditioning": "nuclear"}, ValueError, "'spectral' or 'aol'"),
         ({"consistent_rms": -1.0}, ValueError, "consistent_rms"),
-        ({"ns_steps": jnp.array(5)}, ValueError, r"static_args=\(.ns_steps., .ns_dtype.\)"),
-        ({"ns_dtype": jnp.bfloat16(0)}, ValueError, r"static_args=\(.ns_steps., .ns_dtype.\)"),
+        ({"ns_steps": jnp.array(5)}, ValueError, r"ns_steps=int32\[\] must be a whole number"),
         ({"ns_dtype": jnp.float16}, ValueError, "ns_dtype=.*float16.* smaller range"),
         ({"learning_rate": None, "adam_learning_rate": 1e-3}, TypeError, "learning_rate=None"),
         ({"adam_b1": 2}, ValueError, "adam_b1=2 is outside its range, 0 <= adam_b1 < 1"),
         ({"adam_b2": jnp.cos}, TypeError, "adam_b2=.* must be a number"),
         ({"adam_eps_root": -1.0}, ValueError, "adam_eps_root=-1.0"),
         ({"adam_weight_decay": True}, TypeError, r"adam_weight_decay=True .*or a schedule"),
-        ({"weight_decay_mask": "w"}, TypeError, "mask='w' must be True or False"),
     ],
 )
 def test_wrong_arguments_are_refused_when_it_is_made(arguments, error, words):
@@ -421,8 +419,8 @@ def test_wrong_arguments_are_refused_when_it_is_made(arguments, error, words):
         ({"a": None}, r"say 'nothing' of \['b'\]"),
         ({"b": "muon"}, r"say 'muon' of \['b'\] .* They are a tree"),
         ("muon", r"say 'muon' of \['b'\] .* They are a tree"),
-        (MuonDimensionNumbers(0, 5), "an axis that"),
-        (MuonDimensionNumbers(0, 0), "twice"),
+        (MuonDimensionNumbers(0, 5), "each once"),
+        (MuonDimensionNumbers(0, 0), "each once"),
     ],
 )
 def test_wrong_dimension_numbers_are_refused_by_leaf(numbers, words):
@@ -440,8 +438,5 @@ def test_leaves_that_are_not_matrices_of_real_floats_and_other_states_are_refuse
                 tx.init({"w": jnp.zeros((32, 32), dtype)})
             with pytest.raises(TypeError, match=rf"\['w'\] .*{dtype.__name__}"):
                 tx.update({"w": jnp.zeros((32, 32), dtype)}, tx.init(params), params)
-    for other in (fp8_adamw(1e-3), optax.adamw(1e-3), scale_by_fp8_muon()):
-        with pytest.raises(TypeError, match=r"must be a PartitionState, but is a .* another"):
-            fp8_muon(1e-3).update(params, other.init(params), params)
-    with pytest.raises(TypeError, match="another optimizer"):
+    with pytest.raises(ValueError, match="another optimizer"):
         scale_by_fp8_muon().update(params, optax.EmptyState())

@@ -13,16 +13,16 @@ from steps import assert_equal, normal
 
 import coat_jax as coat
 from coat_jax.errors import UserError
-from coat_jax.optax import Stage, in_host_memory
+from coat_jax.optax import Stage, fp8_adamw, in_host_memory, in_place
 from coat_jax.optax.partitioned import offload
 from coat_jax.optax.states import host_memory
 from coat_jax.telemetry.moments import moment_sums
 
 OPTIMIZERS = {
-    "fused": lambda: coat.optax.fused_fp8_adamw(1e-2, weight_decay=0.1),
-    "rounded": lambda: coat.optax.fused_fp8_adamw(1e-2, round_params=True),
-    "corrected": lambda: coat.optax.fused_fp8_adamw(1e-2, correct_params=True),
-    "one moment": lambda: coat.optax.in_place(coat.optax.compress(optax.lion(1e-2))),
+    "fused": lambda: in_place(fp8_adamw(1e-2, weight_decay=0.1)),
+    "rounded": lambda: in_place(fp8_adamw(1e-2), round_params="stochastic"),
+    "corrected": lambda: in_place(fp8_adamw(1e-2), round_params="24_bits"),
+    "one moment": lambda: in_place(coat.optax.compress(optax.lion(1e-2))),
 }
 # Of two shapes only: what runs without jit is compiled for each.
 SHAPES = {"a": (256, 256), "b": {"small": (100,), "w": (256, 256)}, "c": (256, 256)}
@@ -169,7 +169,7 @@ def test_corrected_params_and_compressed_moments_are_read_from_host_memory():
     tx = coat.optax.compress(optax.adam(1e-2), where=lambda path, _: ".mu" in path)
     for optimizer, read, dtype in (
         (OPTIMIZERS["corrected"](), coat.optax.corrected_params, jnp.bfloat16),
-        (coat.optax.in_place(tx), lambda _, state: coat.optax.decompress(state), jnp.float32),
+        (in_place(tx), lambda _, state: coat.optax.decompress(state), jnp.float32),
     ):
         found = []
         for one in (optimizer, in_host_memory(optimizer)):
@@ -188,14 +188,12 @@ def test_what_cannot_be_stepped_in_parts_is_refused(monkeypatch):
         hosted.step(params, tree(1), state)
     with pytest.raises(UserError, match=r"state\.count of shape \(\) is in host .*init\(params\)"):
         coat.optax.step_by_stages(hosted, STAGES, params, state)
-    with pytest.raises(ValueError, match="gradients have another structure"):
+    with pytest.raises(ValueError, match="is missing: the gradients must have"):
         hosted.step(params, {"a": tree(1)["a"]}, hosted.init(params))
-    with pytest.raises(UserError, match=r"step of its own.*in_place\(\.\.\)"):
-        in_host_memory(coat.optax.fp8_adamw(1e-3))
     # Whatever their size: `in_place` takes them, and a small state would be on the device.
     lookahead = optax.lookahead(optax.sgd(1e-2), sync_period=5, slow_step_size=0.5)
-    with pytest.raises(UserError, match=r"LookaheadParams.*without in_host_memory"):
-        in_host_memory(coat.optax.in_place(lookahead)).init(
+    with pytest.raises(UserError, match=r"optax.lookahead.*without in_host_memory"):
+        in_host_memory(in_place(lookahead)).init(
             optax.LookaheadParams.init_synced({"w": jnp.ones(3)})
         )
     monkeypatch.setattr(host_memory, "KIND", "no_such_memory")

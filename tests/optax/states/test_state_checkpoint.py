@@ -158,23 +158,22 @@ def test_random_keys_and_numbers_are_restored_as_what_they_were(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("state", "error", "message"),
+    ("state", "message"),
     [
-        ({"a": "text"}, TypeError, r"\['a'\] is a str"),
-        ({"a": len}, TypeError, r"\['a'\] is a builtin_function"),
-        ({"a": 2**63}, ValueError, r"\['a'\] is .* does not fit in 64 bits"),
-        ({"a": np.zeros((0, 3), np.float32)}, ValueError, r"\['a'\] has shape \(0, 3\)"),
+        ({"a": "text"}, r"\['a'\] is a str"),
+        ({"a": len}, r"\['a'\] is a builtin_function"),
+        ({"a": 2**63}, r"\['a'\] does not fit in 64 bits"),
+        ({"a": np.zeros((0, 3), np.float32)}, r"\['a'\] is empty"),
         (
             {"a.b": np.zeros(3, np.float32), "a": {"b": np.ones(3, np.float32)}},
-            ValueError,
-            r"\['a'\]\['b'\] and \['a.b'\] would be stored as one array, 'a.b'",
+            r"\['a.b'\] has the name of \['a'\]\['b'\]",
         ),
-        ({}, ValueError, r"no arrays"),
-        (np.ones(3, np.float32), ValueError, r"single leaf"),
+        ({}, "with arrays in it"),
+        (np.ones(3, np.float32), "put a single one in a dict"),
     ],
 )
-def test_a_state_that_could_not_be_restored_is_not_saved(state, error, message, tmp_path):
-    with pytest.raises(error, match=message):
+def test_a_state_that_could_not_be_restored_is_not_saved(state, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
         save_state(tmp_path / "state", state)
     assert not (tmp_path / "state").exists()
 

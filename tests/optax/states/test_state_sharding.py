@@ -26,7 +26,7 @@ from coat_jax.optax import (
     compress,
     fitting_group_size,
     fp8_adamw,
-    fused_fp8_adamw,
+    in_place,
     scale_by_fp8_adam,
     state_shardings,
 )
@@ -43,7 +43,7 @@ KINDS = (AxisType.Auto, AxisType.Explicit)
 
 
 chain = fp8_adamw(1e-2, weight_decay=0.1)
-fused = fused_fp8_adamw(1e-2, weight_decay=0.1)
+fused = in_place(chain)
 compressed = compress(optax.lion(1e-2, weight_decay=0.1))
 OPTIMIZERS = {
     "chain": (chain, step_of(chain)),
@@ -277,7 +277,8 @@ def test_annotations_of_flax_fit_the_state(tx, shape):
 def test_a_state_that_is_made_in_shard_map_passes_through_scan(min_size):
     """In its type each leaf may differ between shards as its parameter may."""
     storage = Storage(min_size=min_size)
-    tx, optimizer = fp8_adamw(1e-2, storage=storage), fused_fp8_adamw(1e-2, storage=storage)
+    tx = fp8_adamw(1e-2, storage=storage)
+    optimizer = in_place(tx)
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
 
     def stepped(params, grads):

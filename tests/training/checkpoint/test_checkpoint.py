@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from coat_jax import manifest, writing
 from coat_jax.errors import UserError
 from coat_jax.manifest import DamagedCheckpoint
-from coat_jax.optax import Storage, fused_fp8_adamw
+from coat_jax.optax import Storage, scale_by_fp8_adam
 from coat_jax.optax.states.checkpoint import LiteralPath
 from coat_jax.training.checkpoint.checkpoints import Checkpoints, steps_to_keep
 from coat_jax.writing import DiskFull
@@ -123,7 +123,7 @@ def test_any_step_comes_back_on_any_mesh(two):
 
 
 def test_a_state_that_cannot_be_saved_is_refused_before_a_run(folder):
-    message = r"cannot be saved\. \['empty'\] has shape \(0,\)"
+    message = r"cannot be saved\. \['empty'\] is empty"
     with Checkpoints(folder) as checkpoints, pytest.raises(UserError, match=message):
         checkpoints.require_like({"w": jnp.ones(2), "empty": jnp.ones(0)})
 
@@ -263,7 +263,7 @@ def test_without_a_whole_checkpoint_nothing_is_restored(two, tmp_path):
 
 def training_state(width=256, **storage):
     params = {"w": jnp.zeros((64, width)), "b": jnp.zeros(64)}
-    return params, fused_fp8_adamw(1e-3, storage=Storage(**storage)).init(params)
+    return params, scale_by_fp8_adam(storage=Storage(**storage)).init(params)
 
 
 def test_another_model_or_format_is_refused(folder):
