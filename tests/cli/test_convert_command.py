@@ -326,7 +326,7 @@ def test_a_full_disk_leaves_nothing_behind(theirs, tmp_path, capsys, monkeypatch
 
     with monkeypatch.context() as filling:
         filling.setattr(NewTensors, "write", full)
-        assert_refused(capsys, tmp_path, *arguments, named="The model does not fit in", code=3)
+        assert_refused(capsys, tmp_path, *arguments, named="out does not fit in", code=3)
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     assert_refused(capsys, tmp_path, *arguments, named="does not fit in", code=3)
