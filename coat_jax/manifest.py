@@ -7,6 +7,7 @@ without one was never finished. A damaged manifest is noticed, too, because it d
 file. CRC-32 protects from failing disks and truncated copies, not from tampering.
 """
 
+import contextlib
 import json
 import os
 import zlib
@@ -34,14 +35,6 @@ def write(folder: Path) -> None:
     writing.replace(folder / NAME, json.dumps(files, indent=1))
 
 
-def lists(folder: Path, name: str) -> bool:
-    """Whether a folder has a manifest that records a file, or files in a folder, of this name."""
-    try:
-        return any(file == name or file.startswith(f"{name}/") for file in _read(folder))
-    except (DamagedCheckpoint, OSError):
-        return False
-
-
 def check(folder: Path, only: str | None = None) -> None:
     """Raises DamagedCheckpoint unless a folder has the contents that `write` recorded.
 
@@ -50,11 +43,9 @@ def check(folder: Path, only: str | None = None) -> None:
         only: look at this file or folder alone.
     """
     try:
-        files = _read(folder)
-        if only is not None:
-            files = {n: of for n, of in files.items() if n == only or n.startswith(f"{only}/")}
-            if not files:
-                raise_damaged(folder, f"{NAME} lacks {only}")
+        files = _read(folder, only)
+        if not files and only is not None:
+            raise_damaged(folder, f"{NAME} lacks {only}")
         for name in files:
             if not (folder / name).is_file():  # or is a device: reading one may never end
                 raise_damaged(folder, f"{name} is missing")
@@ -70,10 +61,13 @@ def check(folder: Path, only: str | None = None) -> None:
 
 
 def check_if_listed(folder: Path, name: str) -> None:
-    """Checks a file that the folder's manifest records; folders of other programs have none."""
+    """Checks a file or folder that a manifest records; folders of other programs have none."""
+    listed = False
+    with contextlib.suppress(DamagedCheckpoint, OSError):
+        listed = bool(_read(folder, name))
     try:
-        if lists(folder, name):
-            check(folder, only=name)
+        if listed:
+            check(folder, name)
     except DamagedCheckpoint as error:
         raise DamagedCheckpoint(
             f"{error} Make or copy it again; if you changed {name} on purpose, delete {NAME}, "
@@ -100,12 +94,13 @@ def _content(path: Path) -> tuple[int, int]:
     return size, checksum
 
 
-def _read(folder: Path) -> dict[str, tuple[int, int]]:
-    """The size and checksum of each file."""
+def _read(folder: Path, only: str | None) -> dict[str, tuple[int, int]]:
+    """Returns the size and checksum of each file, or of this file or those in this folder."""
     if not (folder / NAME).is_file():  # or is a device: reading one may never end
         raise_damaged(folder, f"{NAME} is missing")
     try:
         recorded = json.loads((folder / NAME).read_text("utf-8"))
-        return {name: (int(size), int(checksum)) for name, (size, checksum) in recorded.items()}
+        files = {name: (int(size), int(checksum)) for name, (size, checksum) in recorded.items()}
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         raise_damaged(folder, f"{NAME} is not readable")
+    return {n: of for n, of in files.items() if only in (None, n) or n.startswith(f"{only}/")}

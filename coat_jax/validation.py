@@ -40,8 +40,7 @@ class Between:
     most: float = math.inf
     below: float = math.inf
 
-    def holds(self, value: float) -> bool:
-        """Returns whether a finite number is in the range."""
+    def __contains__(self, value: float) -> bool:
         return self.least <= value <= self.most and self.above < value < self.below
 
     def __str__(self) -> str:
@@ -109,9 +108,7 @@ def _fits(value: Any, annotation: Any) -> bool:
         return True  # the config itself checks what it takes
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        kind, limit = arguments
-        among = limit.holds if isinstance(limit, Between) else limit.__contains__
-        fits = _fits(value, kind) and among(value)
+        fits = _fits(value, arguments[0]) and value in arguments[1]
     elif origin is Literal:
         fits = any(type(value) is type(choice) and value == choice for choice in arguments)
     elif origin in (Union, types.UnionType):
