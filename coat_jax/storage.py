@@ -63,7 +63,6 @@ DIVISIBLE_BY = 8  # the devices along one axis over which a placeholder can be s
 MOST_SIMULATED_BITS = 7  # of a mantissa: simulated codes are in BF16
 GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 GroupSize = Annotated[int, GROUP_SIZES]
-ZeroOrMore = Annotated[int, Between(least=0)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +87,13 @@ class Storage:
     second: DTypeLike = LOGARITHM
     other: DTypeLike = E4M3
     group_size: GroupSize = expansion.GROUP_SIZE
-    min_size: ZeroOrMore = 16384
+    min_size: Annotated[int, Between(least=0)] = 16384
     stochastic: bool = True
     seed: Seed = 0
 
     def __post_init__(self) -> None:
         require_fields(self)
-        for field, own in (("first", DIRECTION), ("second", LOGARITHM), ("other", None)):
+        for field, own in (("first", DIRECTION), ("second", LOGARITHM), ("other", E4M3)):
             object.__setattr__(self, field, _format(field, getattr(self, field), own))
 
     @property
@@ -111,9 +110,7 @@ class Storage:
     def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of `amax` and `exponent_x16` of a leaf."""
         scales = scales_shape(shape, self.group_size)
-        if self.quantizes(shape):
-            return scales
-        return placeholder_shape(scales)
+        return scales if self.quantizes(shape) else placeholder_shape(scales)
 
     def read(self, stored: Expanded, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """Returns the FP32 values of one leaf; for a first moment in `DIRECTION`, its directions.
@@ -238,10 +235,6 @@ class Storage:
         """
         return (2 ** format_of(self.first).mantissa_bits + 1) * (1 - b1) >= MIN_DECAY
 
-    def rounding_of_second(self) -> Rounding:
-        """Returns how a second moment is rounded."""
-        return "stochastic" if self.stochastic else "nearest"
-
     def smallest_second(self, stored: Expanded) -> Float[Array, "..."]:
         """Returns the smallest positive number that the group of each second moment can hold."""
         if stored.codes.dtype == jnp.float32:
@@ -255,7 +248,7 @@ class Storage:
         """Returns the smallest non-zero second moment that a group can hold if its largest is 1."""
         if self.second == LOGARITHM:
             return logarithms.FIT.resolution
-        return expansion.resolution(self.second, self.rounding_of_second())
+        return expansion.resolution(self.second, "stochastic" if self.stochastic else "nearest")
 
     def _in_fp32(self, values: Float[Array, "..."]) -> Expanded:
         shape = self.scales_shape(values.shape)
@@ -281,27 +274,27 @@ def stochastic_below(b1: float | Array, b2: float | Array) -> Float[Array, ""]:
     return jnp.where(to_nearest, MIN_DECAY / jnp.maximum(lost, 1e-6), jnp.inf)
 
 
-def _format(field: str, value: DTypeLike | Minifloat, own: DTypeLike | None) -> Any:
-    """Whichever of E4M3, E5M2 and `own` a field names, or a `Minifloat`; raises for others."""
-    fmt = named_format(value) if own is None else named_format(value, own)
-    if isinstance(fmt, Minifloat):
-        if own is None or fmt.container != jnp.bfloat16 or not fmt.zero:
-            raise ValueError(
-                f"{field}={fmt.name!r} cannot be simulated: only first and second can, in "
-                f"formats that have a zero and up to {MOST_SIMULATED_BITS} mantissa bits."
-            )
-        if own == DIRECTION and not fmt.signed:
-            raise ValueError(f"{field}={fmt.name!r} has no sign, and first moments have both.")
-    if fmt is not None:
-        return fmt
-    use = simulated = ""
-    if own is not None:
-        use = f"jnp.{jnp.dtype(own).name}, "
-        simulated = f"; or, to simulate another one, {names_of_simulated(MOST_SIMULATED_BITS)}"
-    raise ValueError(
-        f"{field}={value!r} is not a format of an optimizer's moments. Use {use}coat.formats.E4M3 "
-        f"(more precision) or coat.formats.E5M2 (more range){simulated}."
-    )
+def _format(field: str, value: DTypeLike | Minifloat, own: DTypeLike) -> Any:
+    """Returns whichever of E4M3, E5M2 and `own` a field names, or a `Minifloat`."""
+    fmt = named_format(value, own)
+    if fmt is None:
+        raise ValueError(
+            f"{field}={value!r} is not a format of an optimizer's moments. Use its default "
+            f"jnp.{jnp.dtype(own).name}, coat.formats.E4M3 (more precision) or coat.formats.E5M2 "
+            "(more range). To simulate another one, first and second also take "
+            f"{names_of_simulated(MOST_SIMULATED_BITS)}."
+        )
+    if isinstance(fmt, Minifloat) and (
+        field == "other"
+        or fmt.container != jnp.bfloat16
+        or not fmt.zero
+        or (field == "first" and not fmt.signed)
+    ):
+        raise ValueError(
+            f"{field}={fmt.name!r} cannot be simulated: only first and second can, in formats "
+            f"that have a zero and up to {MOST_SIMULATED_BITS} mantissa bits, first with a sign."
+        )
+    return fmt
 
 
 # The formats and the rounding of the COAT paper.

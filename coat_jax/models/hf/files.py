@@ -135,7 +135,10 @@ class NewTensors:
             tensors: shape and dtype of each, by name.
             file_bytes: how large a file may become; a larger tensor has one for itself.
         """
-        _require_no_model(folder)
+        found = sorted(path.name for path in folder.glob("*.safetensors*"))
+        found += [name for name in (CONFIG, "checkpoints") if os.path.lexists(folder / name)]
+        if found:
+            raise UserError(f"{folder} holds a model already: {found[0]}. Name another one.")
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensors[name] for name in sorted(tensors, key=file_order)}
         self._folder, self._tensors = folder, tensors
@@ -182,14 +185,6 @@ class NewTensors:
         """Writes config.json, and the manifest of all files."""
         (self._folder / CONFIG).write_text(json.dumps(config_json, indent=2) + "\n", "utf-8")
         manifest.write(self._folder)
-
-
-def _require_no_model(folder: Path) -> None:
-    """Raises if the folder holds a model or a run, whose config.json would be replaced."""
-    found = sorted(path.name for path in folder.glob("*.safetensors*"))
-    found += [name for name in ("config.json", "checkpoints") if os.path.lexists(folder / name)]
-    if found:
-        raise UserError(f"{folder} holds a model already: {found[0]}. Name another one.")
 
 
 def _distribute(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
