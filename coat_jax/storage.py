@@ -1,14 +1,12 @@
 """How an optimizer stores its moments: which leaves in 8 bits, and in which formats.
 
-The rule depends only on a leaf's own shape, so that it is the same on every mesh:
-
     8 bits    leaves of at least `min_size` elements whose last axis has at least 16
     FP32      all others (norms, biases, narrow tables), where 8 bits would save next to nothing
 
-Both are stored in the same three arrays, so that the structure of the tree does not depend on the
-rule. An FP32 leaf has its values in `codes`. Its `amax` and `exponent_x16` are unused placeholders
-of a few bytes, with the parameter's rank and divisible axes, so that its sharding fits them. (They
-are not empty, because orbax refuses to save empty arrays.)
+The rule depends only on a leaf's own shape, so that it is the same on every mesh. The structure of
+the tree does not depend on it: an FP32 leaf has its values in `codes`, and placeholders for `amax`
+and `exponent_x16`, of a few bytes, with the parameter's rank and divisible axes, so that its
+sharding fits them. (They are not empty, because orbax refuses to save empty arrays.)
 
 Adam's two moments are stored together, as the two factors of its update:
 
@@ -16,15 +14,8 @@ Adam's two moments are stored together, as the two factors of its update:
     first     the direction m / sqrt(v) as an 8-bit integer (`numerics.integers`)
 
 The directions of a group are of similar size, while the moments themselves span many binades. An
-error of v also scales the m that is read, so it leaves the direction unchanged. Large codes of a
-direction are rounded to nearest, which halves the squared error; small ones stochastically.
-Without a gradient, m / sqrt(v) decays by b1 / sqrt(b2) per step. A small code then moves by less
-than half the distance to the next one, so rounding to nearest would keep it from ever decaying. If
-b1 is above 0.95, all codes are rounded stochastically: while gradients hardly change, a step moves
-m by only (1 - b1) of its distance to their mean, and a code rounded to nearest would stop far away.
-
-Where v is below the smallest number that its group can hold, m is stored divided by the root of
-that smallest number instead of sqrt(v), and multiplied by the same root when it is read.
+error of v also scales the m that is read, so it leaves the direction unchanged. Where v is below
+the smallest number that its group can hold, the root of that number stands for sqrt(v).
 
 The formats of the COAT paper are FP8 with dynamic range expansion (`numerics.expansion`) for both
 moments: `PAPER`. With stochastic rounding, `Storage(first=E4M3, second=E4M3)`, the first moment is
@@ -267,7 +258,13 @@ def placeholder_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def stochastic_below(b1: float | Array, b2: float | Array) -> Float[Array, ""]:
-    """Codes of a direction below this magnitude are rounded stochastically; see above."""
+    """Returns the magnitude below which codes of a direction are rounded stochastically.
+
+    Rounding to nearest halves the squared error of the others. Without a gradient, m / sqrt(v)
+    decays by b1 / sqrt(b2) per step, which rounding to nearest would undo for small codes. If b1 is
+    above 0.95, it is infinite: while gradients hardly change, a step moves m by only (1 - b1) of
+    its distance to their mean, and a code rounded to nearest would stop far away.
+    """
     root = jnp.sqrt(jnp.maximum(jnp.asarray(b2, jnp.float32), SMALLEST_NORMAL))
     lost = 1 - b1 / root
     to_nearest = (lost > 0) & (1 - b1 >= MIN_CHANGE)

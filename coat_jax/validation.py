@@ -118,10 +118,9 @@ def _fits(value: Any, annotation: Any) -> bool:
     elif annotation in (int, float):
         number = isinstance(value, int if annotation is int else int | float)
         fits = number and not isinstance(value, bool) and -math.inf < value < math.inf
-    elif origin is Mapping:
-        fits = isinstance(value, Mapping)  # the config itself checks its content
-    else:
-        fits = not isinstance(annotation, type) or isinstance(value, annotation)
+    else:  # of a Mapping, the config itself checks the content
+        kind = origin if origin is Mapping else annotation
+        fits = not isinstance(kind, type) or isinstance(value, kind)
     return fits
 
 
@@ -170,14 +169,13 @@ def from_json(kind: type[ConfigType], data: Any, where: str) -> ConfigType:
     if not isinstance(data, Mapping):
         raise UserError(f"{where} must be a JSON object, not {brief(data)}.")
     allowed = annotations(kind)
-    fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    for problem, names in (("lacks", fields - data.keys()), ("has", data.keys() - fields)):
-        if names:
-            listed = ", ".join(brief(name).strip("'") for name in sorted(names)[:3])
-            raise UserError(
-                f"{where} {problem} {listed}: it is damaged, or was written by another version of "
-                "coat_jax."
-            )
+    names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if wrong := names - data.keys() or data.keys() - names:
+        listed = ", ".join(brief(name).strip("'") for name in sorted(wrong)[:3])
+        raise UserError(
+            f"{where} {'lacks' if wrong <= names else 'has'} {listed}: it is damaged, or was "
+            "written by another version of coat_jax."
+        )
     values = {
         name: _from_json(value, allowed[name], f"{where}.{name}") for name, value in data.items()
     }
@@ -188,8 +186,7 @@ def from_json(kind: type[ConfigType], data: Any, where: str) -> ConfigType:
 
 
 def _from_json(value: Any, annotation: Any, where: str) -> Any:
-    kinds = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else ()
-    for kind in kinds or (annotation,):
-        if isinstance(value, Mapping) and dataclasses.is_dataclass(kind):
-            return from_json(kind, value, where)  # type: ignore[arg-type]
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(value, Mapping) and isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            return from_json(kind, value, where)
     return tuple(value) if isinstance(value, list) else value
