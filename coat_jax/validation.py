@@ -21,7 +21,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -88,14 +87,6 @@ def require(name: str, value: Any, annotation: Any, default: Any = None) -> Any:
         proposed = f" The default is {default!r}." if isinstance(default, int | float) else ""
         raise UserError(f"{name}={brief(value)} must be {describe(annotation)}.{proposed}")
     return value
-
-
-def dtype_of(name: str, value: Any) -> np.dtype:
-    """Returns the dtype that a value stands for; raises UserError if it is not a dtype."""
-    try:
-        return jnp.dtype(value)
-    except Exception:  # NumPy parses text as Python, which may raise anything
-        raise UserError(f"{name}={brief(value)} is not a dtype. Write one as 'bfloat16'.") from None
 
 
 def annotations(kind: type[Any]) -> dict[str, Any]:
