@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from coat_jax import manifest
 from coat_jax.errors import UserError
-from coat_jax.files import MissingFile, read_json, require_regular
+from coat_jax.files import MissingFile, read_failures, read_json, require_regular
 from coat_jax.models.hf.names import file_order
 from coat_jax.models.lazy_arrays import Index, LazyArray, in_dtype, piece_of
 from coat_jax.writing import require_space
@@ -78,7 +78,8 @@ def read_tensors(folder: Path, kinds: Mapping[str, str] = FLOATS) -> dict[str, L
 def _read(check: Callable[[str], None], place: tuple[Any, ...], index: Index) -> np.ndarray:
     check(place[0].name)
     # safetensors' own reader supports only NumPy's own dtypes, which have no FP8.
-    return np.array(np.memmap(*place)[index])
+    with read_failures(place[0]):
+        return np.array(np.memmap(*place)[index])
 
 
 def _header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
