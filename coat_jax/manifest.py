@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import zlib
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
@@ -29,10 +30,9 @@ class DamagedCheckpoint(UserError):
 
 def write(folder: Path) -> None:
     """Records every file of a folder."""
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
     names = [path.relative_to(folder).as_posix() for path in paths]
-    files = dict(zip(names, _contents(paths), strict=True))
-    writing.replace(folder / NAME, json.dumps(files, indent=1))
+    writing.replace(folder / NAME, json.dumps(_contents(folder, names), indent=1))
 
 
 def check(folder: Path, only: str | None = None) -> None:
@@ -49,11 +49,10 @@ def check(folder: Path, only: str | None = None) -> None:
         for name in files:
             if not (folder / name).is_file():  # or is a device: reading one may never end
                 raise_damaged(folder, f"{name} is missing")
-        contents = _contents([folder / name for name in files])
-        for (name, (size, checksum)), (length, found) in zip(files.items(), contents, strict=True):
-            if length != size:
-                raise_damaged(folder, f"{name} has {length} bytes instead of {size}")
-            if found != checksum:
+        for name, (size, checksum) in _contents(folder, files).items():
+            if size != files[name][0]:
+                raise_damaged(folder, f"{name} has {size} bytes instead of {files[name][0]}")
+            if checksum != files[name][1]:
                 raise_damaged(folder, f"the checksum of {name} is wrong")
     except OSError as error:  # a failing disk, a missing permission, a folder instead of a file
         name = Path(os.fsdecode(error.filename or folder)).name
@@ -80,18 +79,18 @@ def raise_damaged(folder: Path, how: str) -> NoReturn:
     raise DamagedCheckpoint(f"{folder} is damaged: {printable(how)}.")
 
 
-def _contents(paths: list[Path]) -> list[tuple[int, int]]:
+def _contents(folder: Path, names: Collection[str]) -> dict[str, tuple[int, int]]:
     """Returns the size and the checksum of each file."""
+
+    def content(name: str) -> tuple[int, int]:
+        size = checksum = 0
+        with (folder / name).open("rb") as file:
+            while chunk := file.read(CHUNK):
+                size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
+        return size, checksum
+
     with ThreadPoolExecutor() as threads:
-        return list(threads.map(_content, paths))
-
-
-def _content(path: Path) -> tuple[int, int]:
-    size = checksum = 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
-    return size, checksum
+        return dict(zip(names, threads.map(content, names), strict=True))
 
 
 def _read(folder: Path, only: str | None) -> dict[str, tuple[int, int]]:
