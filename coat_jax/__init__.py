@@ -12,22 +12,30 @@ e = coat.expansion.encode(x)                                 # dynamic range exp
 import importlib
 from typing import Any
 
-from coat_jax import ops, optax, storage, telemetry
-from coat_jax.numerics import (
-    blocks,
-    expansion,
-    formats,
-    integers,
-    logarithms,
-    minifloat,
-    noise,
-    quantizer,
-    statistics,
-)
-from coat_jax.numerics.expansion import Expanded
-from coat_jax.numerics.formats import E4M3, E5M2
-from coat_jax.precision import BF16, COAT, COAT_INT8, COAT_LEAN, COAT_PAPER, FP8_LINEAR, Precision
-from coat_jax.storage import Storage
+from coat_jax import ops as ops
+from coat_jax import optax as optax
+from coat_jax import storage as storage
+from coat_jax import telemetry as telemetry
+from coat_jax.numerics import blocks as blocks
+from coat_jax.numerics import expansion as expansion
+from coat_jax.numerics import formats as formats
+from coat_jax.numerics import integers as integers
+from coat_jax.numerics import logarithms as logarithms
+from coat_jax.numerics import minifloat as minifloat
+from coat_jax.numerics import noise as noise
+from coat_jax.numerics import quantizer as quantizer
+from coat_jax.numerics import statistics as statistics
+from coat_jax.numerics.expansion import Expanded as Expanded
+from coat_jax.numerics.formats import E4M3 as E4M3
+from coat_jax.numerics.formats import E5M2 as E5M2
+from coat_jax.precision import BF16 as BF16
+from coat_jax.precision import COAT as COAT
+from coat_jax.precision import COAT_INT8 as COAT_INT8
+from coat_jax.precision import COAT_LEAN as COAT_LEAN
+from coat_jax.precision import COAT_PAPER as COAT_PAPER
+from coat_jax.precision import FP8_LINEAR as FP8_LINEAR
+from coat_jax.precision import Precision as Precision
+from coat_jax.storage import Storage as Storage
 
 __version__ = "0.1.0.dev0"
 
@@ -43,38 +51,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_WITH_FLAX})
-
-
-__all__ = [
-    "BF16",
-    "COAT",
-    "COAT_INT8",
-    "COAT_LEAN",
-    "COAT_PAPER",
-    "E4M3",
-    "E5M2",
-    "FP8_LINEAR",
-    "Expanded",
-    "Precision",
-    "Storage",
-    "blocks",
-    "evaluation",
-    "expansion",
-    "formats",
-    "generation",
-    "integers",
-    "linen",
-    "logarithms",
-    "minifloat",
-    "models",
-    "nn",
-    "noise",
-    "ops",
-    "optax",
-    "quantization",
-    "quantizer",
-    "statistics",
-    "storage",
-    "telemetry",
-    "training",
-]

@@ -30,10 +30,15 @@ def expand_user(path: str | Path) -> Path:
 
 
 @contextlib.contextmanager
-def utf8_failures(path: Path) -> Iterator[None]:
-    """Turns the error of decoding bytes that are not UTF-8 into a UserError."""
+def read_failures(path: Path) -> Iterator[None]:
+    """Turns errors of reading a file, or text that is not UTF-8, into a UserError.
+
+    What is read while a folder is written is read in this: an OSError would be one of writing.
+    """
     try:
         yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         with path.open("rb") as file:
             lines = enumerate(file, 1)
@@ -61,8 +66,9 @@ def read_bytes(path: Path, what: str = "file") -> bytes:
 
 def read_text(path: Path) -> str:
     """The text of a file in UTF-8, without a byte order mark, its line ends unchanged."""
-    with utf8_failures(path):
-        return read_bytes(path).decode("utf-8-sig")
+    content = read_bytes(path)
+    with read_failures(path):
+        return content.decode("utf-8-sig")
 
 
 def lines_of(text: str) -> list[str]:
@@ -96,7 +102,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
     """Yields the JSON objects in the lines of a file: where each is, its value, and its bytes."""
-    with path.open("rb") as file:
+    with read_failures(path), path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 where = f"{path}:{number}"

@@ -7,9 +7,11 @@ without one was never finished. A damaged manifest is noticed, too, because it d
 file. CRC-32 protects from failing disks and truncated copies, not from tampering.
 """
 
+import contextlib
 import json
 import os
 import zlib
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
@@ -28,18 +30,9 @@ class DamagedCheckpoint(UserError):
 
 def write(folder: Path) -> None:
     """Records every file of a folder."""
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
     names = [path.relative_to(folder).as_posix() for path in paths]
-    files = dict(zip(names, _contents(paths), strict=True))
-    writing.replace(folder / NAME, json.dumps(files, indent=1))
-
-
-def lists(folder: Path, name: str) -> bool:
-    """Whether a folder has a manifest that records a file, or files in a folder, of this name."""
-    try:
-        return any(file == name or file.startswith(f"{name}/") for file in _read(folder))
-    except (DamagedCheckpoint, OSError):
-        return False
+    writing.replace(folder / NAME, json.dumps(_contents(folder, names), indent=1))
 
 
 def check(folder: Path, only: str | None = None) -> None:
@@ -50,19 +43,16 @@ def check(folder: Path, only: str | None = None) -> None:
         only: look at this file or folder alone.
     """
     try:
-        files = _read(folder)
-        if only is not None:
-            files = {n: of for n, of in files.items() if n == only or n.startswith(f"{only}/")}
-            if not files:
-                raise_damaged(folder, f"{NAME} lacks {only}")
+        files = _read(folder, only)
+        if not files and only is not None:
+            raise_damaged(folder, f"{NAME} lacks {only}")
         for name in files:
             if not (folder / name).is_file():  # or is a device: reading one may never end
                 raise_damaged(folder, f"{name} is missing")
-        contents = _contents([folder / name for name in files])
-        for (name, (size, checksum)), (length, found) in zip(files.items(), contents, strict=True):
-            if length != size:
-                raise_damaged(folder, f"{name} has {length} bytes instead of {size}")
-            if found != checksum:
+        for name, (size, checksum) in _contents(folder, files).items():
+            if size != files[name][0]:
+                raise_damaged(folder, f"{name} has {size} bytes instead of {files[name][0]}")
+            if checksum != files[name][1]:
                 raise_damaged(folder, f"the checksum of {name} is wrong")
     except OSError as error:  # a failing disk, a missing permission, a folder instead of a file
         name = Path(os.fsdecode(error.filename or folder)).name
@@ -70,10 +60,13 @@ def check(folder: Path, only: str | None = None) -> None:
 
 
 def check_if_listed(folder: Path, name: str) -> None:
-    """Checks a file that the folder's manifest records; folders of other programs have none."""
+    """Checks a file or folder that a manifest records; folders of other programs have none."""
+    listed = False
+    with contextlib.suppress(DamagedCheckpoint, OSError):
+        listed = bool(_read(folder, name))
     try:
-        if lists(folder, name):
-            check(folder, only=name)
+        if listed:
+            check(folder, name)
     except DamagedCheckpoint as error:
         raise DamagedCheckpoint(
             f"{error} Make or copy it again; if you changed {name} on purpose, delete {NAME}, "
@@ -86,26 +79,27 @@ def raise_damaged(folder: Path, how: str) -> NoReturn:
     raise DamagedCheckpoint(f"{folder} is damaged: {printable(how)}.")
 
 
-def _contents(paths: list[Path]) -> list[tuple[int, int]]:
+def _contents(folder: Path, names: Collection[str]) -> dict[str, tuple[int, int]]:
     """Returns the size and the checksum of each file."""
+
+    def content(name: str) -> tuple[int, int]:
+        size = checksum = 0
+        with (folder / name).open("rb") as file:
+            while chunk := file.read(CHUNK):
+                size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
+        return size, checksum
+
     with ThreadPoolExecutor() as threads:
-        return list(threads.map(_content, paths))
+        return dict(zip(names, threads.map(content, names), strict=True))
 
 
-def _content(path: Path) -> tuple[int, int]:
-    size = checksum = 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
-    return size, checksum
-
-
-def _read(folder: Path) -> dict[str, tuple[int, int]]:
-    """The size and checksum of each file."""
+def _read(folder: Path, only: str | None) -> dict[str, tuple[int, int]]:
+    """Returns the size and checksum of each file, or of this file or those in this folder."""
     if not (folder / NAME).is_file():  # or is a device: reading one may never end
         raise_damaged(folder, f"{NAME} is missing")
     try:
         recorded = json.loads((folder / NAME).read_text("utf-8"))
-        return {name: (int(size), int(checksum)) for name, (size, checksum) in recorded.items()}
+        files = {name: (int(size), int(checksum)) for name, (size, checksum) in recorded.items()}
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         raise_damaged(folder, f"{NAME} is not readable")
+    return {n: of for n, of in files.items() if only in (None, n) or n.startswith(f"{only}/")}

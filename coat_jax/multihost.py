@@ -46,8 +46,6 @@ def run_on_main(work: Callable[[], T]) -> T:
     received: Any = multihost_utils.broadcast_one_to_all(np.frombuffer(content, np.uint8))
     result: T
     result, failure = pickle.loads(np.asarray(received, np.uint8).tobytes())
-    if own is not None:
-        raise own
-    if failure is not None:
-        raise failure
+    if own or failure:
+        raise own or failure
     return result

@@ -120,31 +120,23 @@ def _format(name: str, value: DTypeLike | Minifloat) -> Any:
     return fmt
 
 
-BF16 = Precision(fp8_linear=False, block=None)
-FP8_LINEAR = Precision(block=None)
-COAT = Precision()
-COAT_LEAN = Precision(attention_block=16)
-COAT_INT8 = Precision(int8_forward=True)
-COAT_PAPER = Precision(exact_forward=False, stochastic=False)
-
 PRESETS = {
-    "bf16": BF16,
-    "fp8_linear": FP8_LINEAR,
-    "coat": COAT,
-    "coat_lean": COAT_LEAN,
-    "coat_int8": COAT_INT8,
-    "coat_paper": COAT_PAPER,
+    "bf16": Precision(fp8_linear=False, block=None),
+    "fp8_linear": Precision(block=None),
+    "coat": Precision(),
+    "coat_lean": Precision(attention_block=16),
+    "coat_int8": Precision(int8_forward=True),
+    "coat_paper": Precision(exact_forward=False, stochastic=False),
 }
+BF16, FP8_LINEAR, COAT, COAT_LEAN, COAT_INT8, COAT_PAPER = PRESETS.values()
 
 
 def precision_of(name: str | Precision) -> Precision:
     """Returns the preset of this name, in any case; a Precision passes through."""
-    if isinstance(name, Precision):
-        return name
-    try:
-        return PRESETS[name.lower()]
-    except (KeyError, AttributeError):
+    precision = name if isinstance(name, Precision) else PRESETS.get(str(name).lower())
+    if precision is None:
         raise UserError(
             f"There is no precision {brief(name)}. Use one of {', '.join(PRESETS)}, or a "
             "coat.Precision."
-        ) from None
+        )
+    return precision

@@ -1,14 +1,12 @@
 """How an optimizer stores its moments: which leaves in 8 bits, and in which formats.
 
-The rule depends only on a leaf's own shape, so that it is the same on every mesh:
-
     8 bits    leaves of at least `min_size` elements whose last axis has at least 16
     FP32      all others (norms, biases, narrow tables), where 8 bits would save next to nothing
 
-Both are stored in the same three arrays, so that the structure of the tree does not depend on the
-rule. An FP32 leaf has its values in `codes`. Its `amax` and `exponent_x16` are unused placeholders
-of a few bytes, with the parameter's rank and divisible axes, so that its sharding fits them. (They
-are not empty, because orbax refuses to save empty arrays.)
+The rule depends only on a leaf's own shape, so that it is the same on every mesh. The structure of
+the tree does not depend on it: an FP32 leaf has its values in `codes`, and placeholders for `amax`
+and `exponent_x16`, of a few bytes, with the parameter's rank and divisible axes, so that its
+sharding fits them. (They are not empty, because orbax refuses to save empty arrays.)
 
 Adam's two moments are stored together, as the two factors of its update:
 
@@ -16,15 +14,8 @@ Adam's two moments are stored together, as the two factors of its update:
     first     the direction m / sqrt(v) as an 8-bit integer (`numerics.integers`)
 
 The directions of a group are of similar size, while the moments themselves span many binades. An
-error of v also scales the m that is read, so it leaves the direction unchanged. Large codes of a
-direction are rounded to nearest, which halves the squared error; small ones stochastically.
-Without a gradient, m / sqrt(v) decays by b1 / sqrt(b2) per step. A small code then moves by less
-than half the distance to the next one, so rounding to nearest would keep it from ever decaying. If
-b1 is above 0.95, all codes are rounded stochastically: while gradients hardly change, a step moves
-m by only (1 - b1) of its distance to their mean, and a code rounded to nearest would stop far away.
-
-Where v is below the smallest number that its group can hold, m is stored divided by the root of
-that smallest number instead of sqrt(v), and multiplied by the same root when it is read.
+error of v also scales the m that is read, so it leaves the direction unchanged. Where v is below
+the smallest number that its group can hold, the root of that number stands for sqrt(v).
 
 The formats of the COAT paper are FP8 with dynamic range expansion (`numerics.expansion`) for both
 moments: `PAPER`. With stochastic rounding, `Storage(first=E4M3, second=E4M3)`, the first moment is
@@ -63,7 +54,6 @@ DIVISIBLE_BY = 8  # the devices along one axis over which a placeholder can be s
 MOST_SIMULATED_BITS = 7  # of a mantissa: simulated codes are in BF16
 GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 GroupSize = Annotated[int, GROUP_SIZES]
-ZeroOrMore = Annotated[int, Between(least=0)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +78,13 @@ class Storage:
     second: DTypeLike = LOGARITHM
     other: DTypeLike = E4M3
     group_size: GroupSize = expansion.GROUP_SIZE
-    min_size: ZeroOrMore = 16384
+    min_size: Annotated[int, Between(least=0)] = 16384
     stochastic: bool = True
     seed: Seed = 0
 
     def __post_init__(self) -> None:
         require_fields(self)
-        for field, own in (("first", DIRECTION), ("second", LOGARITHM), ("other", None)):
+        for field, own in (("first", DIRECTION), ("second", LOGARITHM), ("other", E4M3)):
             object.__setattr__(self, field, _format(field, getattr(self, field), own))
 
     @property
@@ -111,9 +101,7 @@ class Storage:
     def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of `amax` and `exponent_x16` of a leaf."""
         scales = scales_shape(shape, self.group_size)
-        if self.quantizes(shape):
-            return scales
-        return placeholder_shape(scales)
+        return scales if self.quantizes(shape) else placeholder_shape(scales)
 
     def read(self, stored: Expanded, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """Returns the FP32 values of one leaf; for a first moment in `DIRECTION`, its directions.
@@ -238,10 +226,6 @@ class Storage:
         """
         return (2 ** format_of(self.first).mantissa_bits + 1) * (1 - b1) >= MIN_DECAY
 
-    def rounding_of_second(self) -> Rounding:
-        """Returns how a second moment is rounded."""
-        return "stochastic" if self.stochastic else "nearest"
-
     def smallest_second(self, stored: Expanded) -> Float[Array, "..."]:
         """Returns the smallest positive number that the group of each second moment can hold."""
         if stored.codes.dtype == jnp.float32:
@@ -255,7 +239,7 @@ class Storage:
         """Returns the smallest non-zero second moment that a group can hold if its largest is 1."""
         if self.second == LOGARITHM:
             return logarithms.FIT.resolution
-        return expansion.resolution(self.second, self.rounding_of_second())
+        return expansion.resolution(self.second, "stochastic" if self.stochastic else "nearest")
 
     def _in_fp32(self, values: Float[Array, "..."]) -> Expanded:
         shape = self.scales_shape(values.shape)
@@ -274,34 +258,40 @@ def placeholder_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def stochastic_below(b1: float | Array, b2: float | Array) -> Float[Array, ""]:
-    """Codes of a direction below this magnitude are rounded stochastically; see above."""
+    """Returns the magnitude below which codes of a direction are rounded stochastically.
+
+    Rounding to nearest halves the squared error of the others. Without a gradient, m / sqrt(v)
+    decays by b1 / sqrt(b2) per step, which rounding to nearest would undo for small codes. If b1 is
+    above 0.95, it is infinite: while gradients hardly change, a step moves m by only (1 - b1) of
+    its distance to their mean, and a code rounded to nearest would stop far away.
+    """
     root = jnp.sqrt(jnp.maximum(jnp.asarray(b2, jnp.float32), SMALLEST_NORMAL))
     lost = 1 - b1 / root
     to_nearest = (lost > 0) & (1 - b1 >= MIN_CHANGE)
     return jnp.where(to_nearest, MIN_DECAY / jnp.maximum(lost, 1e-6), jnp.inf)
 
 
-def _format(field: str, value: DTypeLike | Minifloat, own: DTypeLike | None) -> Any:
-    """Whichever of E4M3, E5M2 and `own` a field names, or a `Minifloat`; raises for others."""
-    fmt = named_format(value) if own is None else named_format(value, own)
-    if isinstance(fmt, Minifloat):
-        if own is None or fmt.container != jnp.bfloat16 or not fmt.zero:
-            raise ValueError(
-                f"{field}={fmt.name!r} cannot be simulated: only first and second can, in "
-                f"formats that have a zero and up to {MOST_SIMULATED_BITS} mantissa bits."
-            )
-        if own == DIRECTION and not fmt.signed:
-            raise ValueError(f"{field}={fmt.name!r} has no sign, and first moments have both.")
-    if fmt is not None:
-        return fmt
-    use = simulated = ""
-    if own is not None:
-        use = f"jnp.{jnp.dtype(own).name}, "
-        simulated = f"; or, to simulate another one, {names_of_simulated(MOST_SIMULATED_BITS)}"
-    raise ValueError(
-        f"{field}={value!r} is not a format of an optimizer's moments. Use {use}coat.formats.E4M3 "
-        f"(more precision) or coat.formats.E5M2 (more range){simulated}."
-    )
+def _format(field: str, value: DTypeLike | Minifloat, own: DTypeLike) -> Any:
+    """Returns whichever of E4M3, E5M2 and `own` a field names, or a `Minifloat`."""
+    fmt = named_format(value, own)
+    if fmt is None:
+        raise ValueError(
+            f"{field}={value!r} is not a format of an optimizer's moments. Use its default "
+            f"jnp.{jnp.dtype(own).name}, coat.formats.E4M3 (more precision) or coat.formats.E5M2 "
+            "(more range). To simulate another one, first and second also take "
+            f"{names_of_simulated(MOST_SIMULATED_BITS)}."
+        )
+    if isinstance(fmt, Minifloat) and (
+        field == "other"
+        or fmt.container != jnp.bfloat16
+        or not fmt.zero
+        or (field == "first" and not fmt.signed)
+    ):
+        raise ValueError(
+            f"{field}={fmt.name!r} cannot be simulated: only first and second can, in formats "
+            f"that have a zero and up to {MOST_SIMULATED_BITS} mantissa bits, first with a sign."
+        )
+    return fmt
 
 
 # The formats and the rounding of the COAT paper.

@@ -150,15 +150,21 @@ class Tokenizer:
         end_of_text: int | None = None,
         template: str = "",
     ):
-        self._path, self._begin = expand_user(path), begin
+        import tokenizers
+
+        self._path, self._begin, self._template = expand_user(path), begin, template
         self.content = read_bytes(self._path, "tokenizer file")
-        self._tokenizer = parse(self.content, str(self._path))
-        self.vocab = max(self._tokenizer.get_vocab().values()) + 1
+        with library_failures(
+            f"{self._path} is not a file of the `tokenizers` library, as tokenizer.json is"
+        ):
+            self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(self.content)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.vocab = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self.digest = digest_of(self.content)
         self.dtype = np.dtype(np.uint16 if self.vocab <= 1 << 16 else np.uint32)
-        known = known_end_of_text(self._tokenizer)
-        self.end_of_text = known if end_of_text is None else end_of_text
-        self._template = template
+        known = (end_of_text, *map(self._tokenizer.token_to_id, ENDS_OF_TEXT))
+        self.end_of_text = next((token for token in known if token is not None), None)
 
     def require_fits(self, vocab: int) -> None:
         """Raises if it has more tokens than the model, besides added ones, as for padding."""
@@ -184,20 +190,30 @@ class Tokenizer:
         # If white space is dropped, only the space in front of each word separates it from others.
         if '"type": "WhitespaceSplit"' in first:
             continuing = first
-        encoders = [parse(text.encode(), str(self._path)) for text in (first, continuing)]
+        encoders = [type(self._tokenizer).from_str(text) for text in (first, continuing)]
         for tokenizer in encoders:
             tokenizer.encode_special_tokens = True  # encodes their spelling as ordinary text
         return encoders
 
-    @property
-    def end_spelling(self) -> str:
-        """The spelling of end_of_text; empty if it has none."""
-        return self._tokenizer.id_to_token(self.end_of_text) or ""
+    def spelling(self, token: int | None) -> str:
+        """Returns the spelling of a token; empty if it has none."""
+        return self._tokenizer.id_to_token(token) or ""
 
     @functools.cached_property
     def beginning(self) -> list[int]:
-        """The tokens that the file puts in front of a text, such as <s>."""
-        return beginning_of(self._tokenizer)
+        """The tokens that the file puts in front of a text, such as <s>.
+
+        Tokens that it appends, such as </s>, are left out: they would end a prompt before a model
+        continues it.
+        """
+        for text in ("a", *self._tokenizer.get_vocab()):
+            # A vocabulary of words may have no token for unknown ones.
+            with contextlib.suppress(UserError), library_failures("not a known word"):
+                found = self._tokenizer.encode(text)
+                added = found.special_tokens_mask  # 0 for special tokens that the text spells out
+                if 0 in added:
+                    return list(found.ids[: added.index(0)])
+        return []  # no text has tokens
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a prompt, after `beginning` unless the text spells it out."""
@@ -225,7 +241,8 @@ class Tokenizer:
             text: from the template.
             after: what precedes it: nothing, the token that ends a document, or other text.
         """
-        if after == "end" and self._encode(end := self.end_spelling) == [self.end_of_text]:
+        end = self.spelling(self.end_of_text) if after == "end" else ""
+        if end and self._encode(end) == [self.end_of_text]:
             # Some tokenizers put a space in front of what follows a special token, too.
             return np.array(self._encode(end + text)[1:], self.dtype)
         with library_failures(f"{self._path} cannot tokenize {text!r}"):
@@ -280,10 +297,8 @@ def document_tokenizer(
         end_of_text: the token that ends a document; by default the tokenizer's own.
         template: the chat template; see `Tokenizer`.
     """
-    tokenizer: AnyTokenizer
-    if path is None:
-        tokenizer = Bytes(end_of_text or 0)
-    else:
+    tokenizer: AnyTokenizer = Bytes(end_of_text or 0)
+    if path is not None:
         tokenizer = Tokenizer(path, end_of_text=end_of_text, template=template)
     end = tokenizer.end_of_text
     if end is None or not 0 <= end < tokenizer.vocab:
@@ -292,7 +307,7 @@ def document_tokenizer(
             f"{tokenizer.vocab - 1}. Set it if a tokenizer has none of {', '.join(ENDS_OF_TEXT)}."
         )
     if end_of_text is None and isinstance(tokenizer, Tokenizer):
-        spelling = tokenizer.end_spelling
+        spelling = tokenizer.spelling(end)
         if end in tokenizer.encode_documents([spelling])[0]:
             raise UserError(
                 f"{path} encodes {spelling} in a text as the token that ends documents. Set "
@@ -301,52 +316,9 @@ def document_tokenizer(
     return tokenizer
 
 
-# --- The library's files ----------------------------------------------------------------------
-
-
 def digest_of(content: bytes) -> str:
     """Returns a name of 16 hexadecimal digits for this content."""
     return hashlib.sha256(content).hexdigest()[:16]
-
-
-def parse(content: bytes, where: str) -> Any:
-    """Returns the tokenizer that a file holds, without truncation and padding.
-
-    Args:
-        content: of the file.
-        where: the name of the file in errors.
-    """
-    import tokenizers
-
-    with library_failures(
-        f"{where} is not a file of the `tokenizers` library, as tokenizer.json is"
-    ):
-        tokenizer = tokenizers.Tokenizer.from_buffer(content)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def known_end_of_text(tokenizer: Any) -> int | None:
-    """Returns the first of ENDS_OF_TEXT that a tokenizer has; None if it has none."""
-    known = map(tokenizer.token_to_id, ENDS_OF_TEXT)
-    return next((int(token) for token in known if token is not None), None)
-
-
-def beginning_of(tokenizer: Any) -> list[int]:
-    """Returns the tokens that a tokenizer of the library puts in front of a text.
-
-    Tokens that it appends, such as </s>, are left out: they would end a prompt before a model
-    continues it.
-    """
-    for text in ("a", *tokenizer.get_vocab()):
-        # A vocabulary of words may have no token for unknown ones.
-        with contextlib.suppress(UserError), library_failures("not a known word"):
-            found = tokenizer.encode(text)
-            added = found.special_tokens_mask  # 0 for special tokens that the text spells out
-            if 0 in added:
-                return list(found.ids[: added.index(0)])
-    return []  # no text has tokens
 
 
 @contextlib.contextmanager

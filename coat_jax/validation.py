@@ -21,7 +21,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -40,8 +39,7 @@ class Between:
     most: float = math.inf
     below: float = math.inf
 
-    def holds(self, value: float) -> bool:
-        """Returns whether a finite number is in the range."""
+    def __contains__(self, value: float) -> bool:
         return self.least <= value <= self.most and self.above < value < self.below
 
     def __str__(self) -> str:
@@ -91,14 +89,6 @@ def require(name: str, value: Any, annotation: Any, default: Any = None) -> Any:
     return value
 
 
-def dtype_of(name: str, value: Any) -> np.dtype:
-    """Returns the dtype that a value stands for; raises UserError if it is not a dtype."""
-    try:
-        return jnp.dtype(value)
-    except Exception:  # NumPy parses text as Python, which may raise anything
-        raise UserError(f"{name}={brief(value)} is not a dtype. Write one as 'bfloat16'.") from None
-
-
 def annotations(kind: type[Any]) -> dict[str, Any]:
     """Returns the annotation of each field, with its range."""
     return typing.get_type_hints(kind, include_extras=True)
@@ -109,9 +99,7 @@ def _fits(value: Any, annotation: Any) -> bool:
         return True  # the config itself checks what it takes
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        kind, limit = arguments
-        among = limit.holds if isinstance(limit, Between) else limit.__contains__
-        fits = _fits(value, kind) and among(value)
+        fits = _fits(value, arguments[0]) and value in arguments[1]
     elif origin is Literal:
         fits = any(type(value) is type(choice) and value == choice for choice in arguments)
     elif origin in (Union, types.UnionType):
@@ -121,10 +109,9 @@ def _fits(value: Any, annotation: Any) -> bool:
     elif annotation in (int, float):
         number = isinstance(value, int if annotation is int else int | float)
         fits = number and not isinstance(value, bool) and -math.inf < value < math.inf
-    elif origin is Mapping:
-        fits = isinstance(value, Mapping)  # the config itself checks its content
-    else:
-        fits = not isinstance(annotation, type) or isinstance(value, annotation)
+    else:  # of a Mapping, the config itself checks the content
+        kind = origin if origin is Mapping else annotation
+        fits = not isinstance(kind, type) or isinstance(value, kind)
     return fits
 
 
@@ -173,14 +160,13 @@ def from_json(kind: type[ConfigType], data: Any, where: str) -> ConfigType:
     if not isinstance(data, Mapping):
         raise UserError(f"{where} must be a JSON object, not {brief(data)}.")
     allowed = annotations(kind)
-    fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    for problem, names in (("lacks", fields - data.keys()), ("has", data.keys() - fields)):
-        if names:
-            listed = ", ".join(brief(name).strip("'") for name in sorted(names)[:3])
-            raise UserError(
-                f"{where} {problem} {listed}: it is damaged, or was written by another version of "
-                "coat_jax."
-            )
+    names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if wrong := names - data.keys() or data.keys() - names:
+        listed = ", ".join(brief(name).strip("'") for name in sorted(wrong)[:3])
+        raise UserError(
+            f"{where} {'lacks' if wrong <= names else 'has'} {listed}: it is damaged, or was "
+            "written by another version of coat_jax."
+        )
     values = {
         name: _from_json(value, allowed[name], f"{where}.{name}") for name, value in data.items()
     }
@@ -191,8 +177,7 @@ def from_json(kind: type[ConfigType], data: Any, where: str) -> ConfigType:
 
 
 def _from_json(value: Any, annotation: Any, where: str) -> Any:
-    kinds = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else ()
-    for kind in kinds or (annotation,):
-        if isinstance(value, Mapping) and dataclasses.is_dataclass(kind):
-            return from_json(kind, value, where)  # type: ignore[arg-type]
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(value, Mapping) and isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            return from_json(kind, value, where)
     return tuple(value) if isinstance(value, list) else value

@@ -33,8 +33,9 @@ class DiskFull(NotWritten):
 
 def require_space(folder: Path, what: str, size: int) -> None:
     """Raises unless `size` bytes and some metadata can be written in a folder."""
-    if shutil.disk_usage(folder).free < size + METADATA:
-        raise _full(folder, what, size, os.strerror(errno.ENOSPC))
+    with write_failures(folder, what, size):
+        if shutil.disk_usage(folder).free < size + METADATA:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @contextlib.contextmanager
@@ -43,28 +44,19 @@ def write_failures(folder: Path, what: str, size: int | None = None) -> Iterator
     try:
         yield
     except Exception as error:
-        if (code := _os_error(error)) in FULL:
-            raise _full(folder, what, size, os.strerror(code)) from error
-        if code is not None:
+        # tensorstore has the error number of the operating system in its message only.
+        found = re.search(r"os_error_code='(\d+)'", str(error))
+        code = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
+        if code is None:
+            raise
+        if code not in FULL:
             raise NotWritten(f"{what} could not be written in {folder}: {error}") from error
-        raise
-
-
-def _os_error(error: Exception) -> int | None:
-    """The error number of the operating system; tensorstore has it in its message only."""
-    if isinstance(error, OSError):
-        return error.errno
-    match = re.search(r"os_error_code='(\d+)'", str(error))
-    return int(match[1]) if match else None
-
-
-def _full(folder: Path, what: str, size: int | None, limit: str) -> DiskFull:
-    needed = "" if size is None else f"it takes up to {(size + METADATA) / 1e6:,.1f} MB, and "
-    return DiskFull(
-        f"{what} does not fit in {folder} ({limit}): {needed}"
-        f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB are free. Make room there, or raise the "
-        "quota or `ulimit -f`; what was saved before is intact."
-    )
+        needed = "" if size is None else f"it takes up to {(size + METADATA) / 1e6:,.1f} MB, and "
+        raise DiskFull(
+            f"{what} does not fit in {folder} ({os.strerror(code)}): {needed}"
+            f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB are free. Make room there, or raise "
+            "the quota or `ulimit -f`; what was saved before is intact."
+        ) from error
 
 
 def write_durably(path: Path, content: str | bytes) -> None:
@@ -101,40 +93,38 @@ def replace(path: Path, content: str | bytes) -> None:
         raise
 
 
-def require_new_folder(out: Path, command: str) -> None:
-    """Raises if `atomic_folder` would: the folder exists, complete or not, or has no name.
-
-    `command` writes it, for errors.
-    """
-    if out.name in ("", ".", ".."):
-        raise UserError(f"{out} does not end in the name of a new folder: add one.")
-    if out.exists() or out.is_symlink():
-        raise UserError(f"{out} exists already: choose another folder, or remove it.")
-    if _unfinished(out).exists():
-        raise UserError(
-            f"{_unfinished(out)} exists: another `{command}` is writing it, or was killed. Remove "
-            "it if none is running."
-        )
-
-
 @contextlib.contextmanager
-def atomic_folder(out: Path) -> Iterator[Path]:
-    """A folder to write in. It is renamed to `out` at the end, and removed after an error.
+def atomic_folder(out: Path, command: str, size: int | None = None) -> Iterator[Path]:
+    """A new folder to write in. It is renamed to `out` at the end, and removed after an error.
 
-    `require_new_folder` has accepted its path.
+    Args:
+        out: must not exist, complete or not.
+        command: writes it, for errors.
+        size: the bytes that it takes, if known, for errors.
     """
     unfinished = _unfinished(out)
-    unfinished.mkdir(parents=True)
+    if out.exists() or out.is_symlink():
+        raise UserError(f"{out} exists already: choose another folder, or remove it.")
     try:
-        yield unfinished
-        # Otherwise a power failure could leave the name without the content.
-        for path in (*unfinished.rglob("*"), unfinished):
-            flush(path)
-        unfinished.rename(out)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+        unfinished.mkdir(parents=True)
+    except FileExistsError:
+        raise UserError(
+            f"{unfinished} exists: another `{command}` is writing it, or was killed. Remove it if "
+            "none is running."
+        ) from None
+    with write_failures(out.parent, out.name, size):
+        try:
+            yield unfinished
+            # Otherwise a power failure could leave the name without the content.
+            for path in (*unfinished.rglob("*"), unfinished):
+                flush(path)
+            unfinished.rename(out)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
 
 
 def _unfinished(path: Path) -> Path:
+    if path.name in ("", ".", ".."):
+        raise UserError(f"{path} does not end in the name of a new file or folder: add one.")
     return path.with_name(path.name + UNFINISHED)

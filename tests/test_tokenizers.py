@@ -77,15 +77,8 @@ def test_tokens_in_pieces_are_the_text_of_all_tokens(path, text):
         pieces = in_pieces(tokenizer.reader(prompt), tokens, [cut] * len(tokens))
         assert "".join(pieces) == whole.decode(prompt + tokens)[len(whole.decode(prompt)) :]
         assert "".join(pieces).strip() == text.strip()
-
-
-def test_no_piece_ends_in_half_a_character(path):
-    tokenizer = Tokenizer(path)
-    tokens = tokenizer.encode("日本語 テスト 🙂")
-    reader = tokenizer.reader([])
-    pieces = [reader.read([token]) for token in tokens]
-    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
-    assert len([piece for piece in pieces if piece]) > 5
+        assert len([*filter(None, pieces)]) > len(text) / 4
+        assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
 
 
 def test_a_space_between_prompt_and_text_is_kept_and_special_tokens_are_not_said(path):

@@ -7,13 +7,7 @@ from pathlib import Path
 import pytest
 
 from coat_jax.errors import UserError
-from coat_jax.writing import (
-    DiskFull,
-    atomic_folder,
-    replace,
-    require_new_folder,
-    write_failures,
-)
+from coat_jax.writing import DiskFull, atomic_folder, replace, write_failures
 
 COMMAND = "coat test"
 
@@ -34,7 +28,7 @@ def test_all_is_on_the_disk_before_a_folder_has_its_name(out, monkeypatch):
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", record)
-    with atomic_folder(out) as folder:
+    with atomic_folder(out, COMMAND) as folder:
         (folder / "inner").mkdir()
         (folder / "inner" / "weights").write_bytes(b"1")
         (folder / "config.json").write_bytes(b"{}")
@@ -45,7 +39,7 @@ def test_all_is_on_the_disk_before_a_folder_has_its_name(out, monkeypatch):
 
 def test_a_folder_that_is_not_finished_never_has_its_name(out):
     def interrupted():
-        with atomic_folder(out) as folder:
+        with atomic_folder(out, COMMAND) as folder:
             (folder / "config.json").write_bytes(b"{}")
             raise KeyboardInterrupt
 
@@ -56,8 +50,9 @@ def test_a_folder_that_is_not_finished_never_has_its_name(out):
 
 @pytest.mark.parametrize("path", ["nowhere/..", ".", "/"])
 def test_a_path_without_a_name_is_no_new_folder(path, tmp_path):
-    with pytest.raises(UserError, match="does not end in the name of a new folder"):
-        require_new_folder(tmp_path / path if path == "nowhere/.." else Path(path), COMMAND)
+    folder = atomic_folder(tmp_path / path if path == "nowhere/.." else Path(path), COMMAND)
+    with pytest.raises(UserError, match="does not end in the name of a new file or folder"), folder:
+        pass
 
 
 @pytest.mark.parametrize(
@@ -88,11 +83,9 @@ def test_a_file_that_cannot_be_replaced_stays_as_it_is(tmp_path, monkeypatch):
 
 
 def test_of_two_that_write_a_folder_at_once_one_is_refused(out):
-    require_new_folder(out, COMMAND)
-    with atomic_folder(out) as folder:
-        with pytest.raises(UserError, match=f"another `{COMMAND}` is writing it"):
-            require_new_folder(out, COMMAND)
-        with pytest.raises(FileExistsError), atomic_folder(out):
+    with atomic_folder(out, COMMAND) as folder:
+        again = atomic_folder(out, COMMAND)
+        with pytest.raises(UserError, match=f"another `{COMMAND}` is writing it"), again:
             pass
         (folder / "file").write_text("mine")
     assert (out / "file").read_text() == "mine"

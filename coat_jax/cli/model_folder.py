@@ -20,7 +20,7 @@ import jax
 
 from coat_jax.cli.output import note
 from coat_jax.errors import UserError
-from coat_jax.files import expand_user, read_json, require_regular, utf8_failures
+from coat_jax.files import expand_user, read_failures, read_json, require_regular
 from coat_jax.models import Config, Llama
 from coat_jax.models.batches import require_known
 from coat_jax.precision import precision_of
@@ -69,7 +69,7 @@ def tokens_of(
     """Returns the first tokens of a text, `most` or fewer; see `tokenizer_of`."""
     path, tokenizer = expand_user(text), tokenizer_of(folder, config, asked)
     require_regular(path)
-    with utf8_failures(path), path.open(encoding="utf-8-sig", newline="") as file:
+    with read_failures(path), path.open(encoding="utf-8-sig", newline="") as file:
         tokens = tokenizer.encode(file.read(PIECE + LONGEST * most))[:most]
     require_known(f"{text} has", tokens, config.vocab)
     return tokens

@@ -207,7 +207,9 @@ def _constants(hyper: Hyper, settings: Settings, *, has_param: bool) -> StepCons
         round_param=settings.round_params,
         may_skip=hyper.skip is not False,
         mu=moment_format(storage.first, storage.rounding_of_first(hyper.b1), resolution),
-        nu=moment_format(storage.second, storage.rounding_of_second(), resolution),
+        nu=moment_format(
+            storage.second, "stochastic" if storage.stochastic else "nearest", resolution
+        ),
     )
 
 

@@ -1,4 +1,4 @@
-"""Creates models on a mesh, where each device makes its own shards; counts their parameters.
+"""Creates models on a mesh, where each device makes its own shards.
 
 Values depend only on the seed, not on the mesh or on `scan`. 16-bit values are the FP32 values,
 rounded.
@@ -7,7 +7,6 @@ rounded.
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,6 @@ from jax.sharding import AxisType, Mesh
 from coat_jax.errors import UserError
 from coat_jax.models.llama import Llama
 from coat_jax.models.protocol import ModelConfig
-from coat_jax.nn import MeshAxes
 from coat_jax.validation import Seed, require
 
 
@@ -119,13 +117,6 @@ def with_shardings(state: Any, mesh: Mesh) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map_with_path(with_sharding, state, nnx.get_named_sharding(state, mesh))
-
-
-def parameters_count(config: Any) -> int:
-    """How many numbers a model learns."""
-    whole = dataclasses.replace(config, scan=True, axes=MeshAxes())
-    model = nnx.eval_shape(lambda: Llama(whole, rngs=nnx.Rngs(0)))
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
 def _mesh_set(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:

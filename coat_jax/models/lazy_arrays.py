@@ -187,6 +187,11 @@ def stacked_shapes(
     return {path: leaf.shape for path, leaf in nnx.to_flat_state(state)}
 
 
+def parameters_count(config: Any) -> int:
+    """How many numbers a model learns."""
+    return sum(map(math.prod, stacked_shapes(config).values()))
+
+
 def require_parameters(
     config: Any, parameters: Parameters, *, module: Callable[..., Any] = Llama
 ) -> None:

@@ -45,11 +45,9 @@ PRESETS = {
 
 def config_of(name: str | Config) -> Config:
     """The preset of this name, in any case; a Config passes through."""
-    if isinstance(name, Config):
-        return name
-    try:
-        return PRESETS[name.lower()]
-    except (KeyError, AttributeError):
+    config = name if isinstance(name, Config) else PRESETS.get(str(name).lower())
+    if config is None:
         raise UserError(
             f"There is no model {name!r}. Use one of {', '.join(PRESETS)}, or a coat.models.Config."
-        ) from None
+        )
+    return config

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Num
 from coat_jax.errors import UserError
 from coat_jax.nn import MeshAxes
 from coat_jax.precision import COAT, Precision, precision_of
-from coat_jax.validation import dtype_of, require_fields
+from coat_jax.validation import brief, require_fields
 
 
 @jax.tree_util.register_dataclass
@@ -145,7 +145,10 @@ def require_capability(function: str, model: Any, *methods: str) -> None:
 
 
 def _wide(name: str, value: Any) -> np.dtype:
-    dtype = dtype_of(name, value)
+    try:
+        dtype = jnp.dtype(value)
+    except Exception:  # NumPy parses text as Python, which may raise anything
+        raise UserError(f"{name}={brief(value)} is not a dtype. Write one as 'bfloat16'.") from None
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
         raise UserError(
             f"{name}={dtype.name} must be float32, bfloat16 or another "

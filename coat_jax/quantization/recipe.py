@@ -11,8 +11,6 @@ from coat_jax.numerics.quantizer import Fit
 from coat_jax.ops.quantized import Activations
 from coat_jax.validation import Between, require_fields
 
-Formats = Literal["int8", "fp8", "mixed"]
-
 CANDIDATES: tuple[EightBits, ...] = ("int8", "fp8")  # in a tie, the first one is taken
 
 
@@ -34,7 +32,7 @@ class Recipe:
         leave: globs of projections that stay as they are: "layers.0.*", "*.down".
     """
 
-    format: Formats = "int8"
+    format: Literal["int8", "fp8", "mixed"] = "int8"
     fit: Fit = "mse"
     activations: Activations = "dynamic"
     activation_fit: Fit = "mse"

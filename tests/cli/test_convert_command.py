@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -317,16 +318,17 @@ def test_a_config_of_another_model_is_refused(run, tmp_path, capsys):
         assert_refused(capsys, tmp_path, run, tmp_path / "out", named=named)
 
 
-def test_a_full_disk_leaves_nothing_behind(theirs, tmp_path, capsys, monkeypatch):
-    """It is found before anything is written, or while tensors are."""
+def test_a_full_or_failing_disk_leaves_nothing_behind(theirs, tmp_path, capsys, monkeypatch):
+    """It is found before anything is written, or while tensors are read or written."""
     arguments = [theirs, tmp_path / "out"]
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as filling:
-        filling.setattr(NewTensors, "write", full)
-        assert_refused(capsys, tmp_path, *arguments, named="The model does not fit in", code=3)
+    for place, name, number, named, code in (
+        (NewTensors, "write", errno.ENOSPC, "out does not fit in", 3),
+        (np, "memmap", errno.EIO, "model.safetensors cannot be read: Input/output error", 2),
+    ):
+        with monkeypatch.context() as failing:
+            error = OSError(number, os.strerror(number))
+            failing.setattr(place, name, mock.Mock(side_effect=error))
+            assert_refused(capsys, tmp_path, *arguments, named=named, code=code)
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     assert_refused(capsys, tmp_path, *arguments, named="does not fit in", code=3)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -53,11 +54,18 @@ def test_bad_input_ends_in_one_line_and_code_2(inputs, options, named, tmp_path,
     assert not list(tmp_path.glob("out*"))
 
 
-def test_a_full_disk_is_named_and_leaves_nothing(texts, tmp_path, capsys, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(tokenizing, "_write_header", full)
-    assert main(["tokenize", *texts, "--out", str(tmp_path / "out")]) == 3
-    assert f"out does not fit in {tmp_path}" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("step", "number", "code", "named"),
+    [
+        ("_write_header", errno.ENOSPC, 3, "out does not fit in {}"),
+        ("_document", errno.EIO, 2, "{}/a.txt cannot be read: Input/output error."),
+    ],
+)
+def test_a_failing_disk_is_named_and_leaves_nothing(
+    step, number, code, named, texts, tmp_path, capsys, monkeypatch
+):
+    failing = mock.Mock(side_effect=OSError(number, os.strerror(number)))
+    monkeypatch.setattr(tokenizing, step, failing)
+    assert main(["tokenize", *texts, "--out", str(tmp_path / "out")]) == code
+    assert named.format(tmp_path) in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))

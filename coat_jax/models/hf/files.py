@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from coat_jax import manifest
 from coat_jax.errors import UserError
-from coat_jax.files import MissingFile, read_json, require_regular
+from coat_jax.files import MissingFile, read_failures, read_json, require_regular
 from coat_jax.models.hf.names import file_order
 from coat_jax.models.lazy_arrays import Index, LazyArray, in_dtype, piece_of
 from coat_jax.writing import require_space
@@ -78,7 +78,8 @@ def read_tensors(folder: Path, kinds: Mapping[str, str] = FLOATS) -> dict[str, L
 def _read(check: Callable[[str], None], place: tuple[Any, ...], index: Index) -> np.ndarray:
     check(place[0].name)
     # safetensors' own reader supports only NumPy's own dtypes, which have no FP8.
-    return np.array(np.memmap(*place)[index])
+    with read_failures(place[0]):
+        return np.array(np.memmap(*place)[index])
 
 
 def _header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
@@ -135,7 +136,10 @@ class NewTensors:
             tensors: shape and dtype of each, by name.
             file_bytes: how large a file may become; a larger tensor has one for itself.
         """
-        _require_no_model(folder)
+        found = sorted(path.name for path in folder.glob("*.safetensors*"))
+        found += [name for name in (CONFIG, "checkpoints") if os.path.lexists(folder / name)]
+        if found:
+            raise UserError(f"{folder} holds a model already: {found[0]}. Name another one.")
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensors[name] for name in sorted(tensors, key=file_order)}
         self._folder, self._tensors = folder, tensors
@@ -182,14 +186,6 @@ class NewTensors:
         """Writes config.json, and the manifest of all files."""
         (self._folder / CONFIG).write_text(json.dumps(config_json, indent=2) + "\n", "utf-8")
         manifest.write(self._folder)
-
-
-def _require_no_model(folder: Path) -> None:
-    """Raises if the folder holds a model or a run, whose config.json would be replaced."""
-    found = sorted(path.name for path in folder.glob("*.safetensors*"))
-    found += [name for name in ("config.json", "checkpoints") if os.path.lexists(folder / name)]
-    if found:
-        raise UserError(f"{folder} holds a model already: {found[0]}. Name another one.")
 
 
 def _distribute(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:

@@ -100,8 +100,8 @@ def _require_undamaged(folder: Path) -> None:
     """Compares a state with its checksums, which in a run's checkpoint are one folder up."""
     if (folder / manifest.NAME).exists():
         manifest.check(folder)
-    elif manifest.lists(folder.parent, folder.name):
-        manifest.check(folder.parent, only=folder.name)
+    else:
+        manifest.check_if_listed(folder.parent, folder.name)
 
 
 def read_state(folder: Path, like: Any) -> Any:

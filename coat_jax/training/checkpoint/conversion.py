@@ -27,7 +27,7 @@ from coat_jax.quantization.balancing import balance_parameters, require_balancea
 from coat_jax.quantization.calibration import observe
 from coat_jax.training.checkpoint import tokenizer_files, weights
 from coat_jax.training.families import hf_of
-from coat_jax.writing import atomic_folder, require_new_folder, write_failures
+from coat_jax.writing import atomic_folder
 
 ROWS, LONGEST = 8, 512  # of a batch of calibration tokens
 
@@ -69,8 +69,7 @@ def convert(
     Returns:
         The scheme of each quantized projection, by its path.
     """
-    source, new = expand_user(source), expand_user(out)
-    require_new_folder(new, COMMAND)
+    source = expand_user(source)
     weights.require_not_quantized(source, "Conversion")
     config, config_json = weights.model_config(source), weights.read_config_json(source)
     format = hf_of(config)
@@ -96,8 +95,7 @@ def convert(
     def load() -> Any:
         return lazy_arrays.load(config, parameters)
 
-    failures = write_failures(new.parent, "The model", total)
-    with atomic_folder(new) as folder, failures:
+    with atomic_folder(expand_user(out), COMMAND, total) as folder:
         schemes, ranges = {}, None
         if balance_on:
             seen = observe(load(), _batches(balance_on, config.context))

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from coat_jax import tokenizers
 from coat_jax.errors import UserError
 from coat_jax.files import expand_user, read_bytes, read_json
+from coat_jax.tokenizers import Tokenizer
 
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
 NAMES: tuple[str, ...] = (TOKENIZER, GENERATION, "tokenizer.model", "tokenizer_config.json")
@@ -42,21 +42,22 @@ def read(
     special = {name: config_json.get(name) for name in SPECIAL}
     data: Any = config_json.get("data")
     of_run = isinstance(data, dict)
+    known = None
     if tokenizer is not None:
-        known = tokenizers.Tokenizer(tokenizer)
+        known = Tokenizer(tokenizer)
         known.require_fits(vocab)
+    elif TOKENIZER in files:
+        known = Tokenizer(folder / TOKENIZER)
+    elif of_run:
+        known = _tokenizer_of_run(folder, data, note)
+    if known is not None:
         files[TOKENIZER] = known.content
-    elif of_run and TOKENIZER not in files:
-        files |= _tokenizer_of_run(folder, data, note)
-    parsed = None
-    if TOKENIZER in files:
-        parsed = tokenizers.parse(files[TOKENIZER], str(folder / TOKENIZER))
-    if of_run and parsed is not None:
-        _note_beginning(parsed, note)
+        if of_run:
+            _note_beginning(known, note)
     # The config.json of a run has no special tokens; in a Hugging Face folder either file may.
     if of_run and GENERATION not in files:
-        end, known_end = data.get("end_of_text"), parsed and tokenizers.known_end_of_text(parsed)
-        special["eos_token_id"] = known_end if end is None else end
+        end = data.get("end_of_text")
+        special["eos_token_id"] = known.end_of_text if end is None and known is not None else end
     generation = read_json(folder / GENERATION) if GENERATION in files else {}
     special |= {name: generation[name] for name in SPECIAL if generation.get(name) is not None}
     special = {name: token for name, token in special.items() if token is not None}
@@ -65,9 +66,9 @@ def read(
     return files, special
 
 
-def _note_beginning(tokenizer: Any, note: Callable[[str], object]) -> None:
-    if begin := tokenizers.beginning_of(tokenizer):
-        spelled = " ".join(tokenizer.id_to_token(token) or str(token) for token in begin)
+def _note_beginning(tokenizer: Tokenizer, note: Callable[[str], object]) -> None:
+    if begin := tokenizer.beginning:
+        spelled = " ".join(tokenizer.spelling(token) or str(token) for token in begin)
         note(
             f"The tokenizer puts {spelled} in front of each text, and training put nothing there. "
             "For texts that begin as in training, take it out of the post_processor in "
@@ -77,13 +78,11 @@ def _note_beginning(tokenizer: Any, note: Callable[[str], object]) -> None:
 
 def _tokenizer_of_run(
     folder: Path, data: Mapping[str, Any], note: Callable[[str], object]
-) -> dict[str, bytes]:
-    """The tokenizer that a run's config names, if it is in the run's folder."""
+) -> Tokenizer | None:
+    """Returns the tokenizer that a run's config names, if it is in the run's folder."""
     named = data.get("tokenizer")
     if isinstance(named, str) and _is_inside(path := expand_user(named), folder):
-        content = _read(folder, path)
-        tokenizers.parse(content, str(path))  # by the name that the user knows
-        return {TOKENIZER: content}
+        return Tokenizer(path)
     if isinstance(named, str):
         note(
             f"The run was trained with the tokenizer {named}, which is outside of its folder and "
@@ -94,7 +93,7 @@ def _tokenizer_of_run(
             "The run names no tokenizer, so none is copied: name the one that made its token "
             "files with --tokenizer FILE. If it was trained on bytes, there is none."
         )
-    return {}
+    return None
 
 
 def _read(folder: Path, path: Path) -> bytes:

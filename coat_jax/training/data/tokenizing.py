@@ -24,12 +24,12 @@ from jaxtyping import UInt
 
 from coat_jax import manifest
 from coat_jax.errors import UserError
-from coat_jax.files import json_lines, utf8_failures
+from coat_jax.files import json_lines, read_failures
 from coat_jax.tokenizers import AnyTokenizer
 from coat_jax.training.data.paths import CHAT, listing
 from coat_jax.training.data.stream import SIDECAR
 from coat_jax.validation import brief
-from coat_jax.writing import atomic_folder, require_new_folder, write_failures
+from coat_jax.writing import atomic_folder
 
 COMMAND = "coat tokenize"
 IN_MEMORY = 256 << 20  # bytes of text; more would take minutes at the start of every run
@@ -65,7 +65,7 @@ def pieces(paths: list[Path]) -> Iterator[Piece]:
                 for piece in _document(io.StringIO(text, newline="\n"), place):
                     yield piece._replace(size=size if piece.last else 0)
         else:
-            with utf8_failures(path), path.open(encoding="utf-8-sig", newline="\n") as file:
+            with read_failures(path), path.open(encoding="utf-8-sig", newline="\n") as file:
                 yield from _document(file, str(path))
 
 
@@ -165,7 +165,6 @@ def write(
         tokenizer: makes the tokens.
         progress: called after each batch that was written.
     """
-    require_new_folder(out, COMMAND)
     notes: dict[str, Any] = {
         "vocab": tokenizer.vocab,
         "dtype": tokenizer.dtype.name,
@@ -176,7 +175,7 @@ def write(
         "files": [],  # the number of tokens in each
     }
     parts = encode_files(paths, tokenizer)
-    with write_failures(out.parent, out.name), atomic_folder(out) as folder:
+    with atomic_folder(out, COMMAND) as folder:
         for first in parts:
             tokens = 0
             with (folder / f"{len(notes['files']):05}.npy").open("wb") as file:
