@@ -54,9 +54,7 @@ class Outcome(NamedTuple):
 def train(config: TrainConfig, console: "Console | None" = None) -> Outcome:
     """Trains until the last step or a signal to stop; resumes the run in the folder, if any.
 
-    Args:
-        config: the run.
-        console: where progress is shown; by default standard output.
+    `console`, by default standard output, shows the progress.
     """
     if console is None:
         from rich.console import Console
@@ -94,9 +92,9 @@ class _Run:
         say(f"Trains on {self.data.description}.")
         # A stop requested during compilation takes effect after the first step.
         self.stop = stack.enter_context(Stop())
-        retention = {"keep": config.checkpoint.keep, "keep_best": config.checkpoint.keep_best}
+        keep, keep_best = config.checkpoint.keep, config.checkpoint.keep_best
         self.checkpoints = stack.enter_context(
-            Checkpoints(folder.checkpoints, **retention, note=say)
+            Checkpoints(folder.checkpoints, keep=keep, keep_best=keep_best, note=say)
         )
         saved = self.checkpoints.require_like(setup.abstract)
         self.step = done = saved or 0

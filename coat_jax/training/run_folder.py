@@ -112,12 +112,8 @@ class RunFolder:
 def lock(folder: Path, note: Callable[[str], object]) -> TextIO:
     """Locks a folder until the returned file is closed, or its process ends, however it ends.
 
-    Args:
-        folder: of a run; made if there is none.
-        note: called with a line if the file system has no locks.
-
-    Raises:
-        UserError: if another process holds the lock, saying which.
+    Makes the folder if there is none, and calls `note` if its file system has no locks. Raises
+    UserError if another process holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     # A link is not followed: the file is overwritten.

@@ -114,18 +114,24 @@ class StepFolders:
         manifest.check(self.folder(step))
         self.record(step)
 
-    def newest_intact(self, note: Callable[[str], object]) -> int:
-        """The newest step without damage; `note` is called with a line about each that is not."""
+    def intact(self, step: int | None, note: Callable[[str], object]) -> int:
+        """Checks every byte of a step, by default of the newest one without damage; returns it.
+
+        `note` is called with a line about each that is skipped.
+        """
+        if step is not None:
+            self.check(step)
+            return step
         wrong: list[str] = []
-        for step in reversed(self.steps()):
+        for newest in reversed(self.steps()):
             try:
-                self.check(step)
+                self.check(newest)
             except DamagedCheckpoint as error:
                 wrong.append(str(error))
             else:
                 for text in wrong:
-                    note(f"{text} Using step {step} instead.")
-                return step
+                    note(f"{text} Using step {newest} instead.")
+                return newest
         if wrong:
             raise DamagedCheckpoint(" ".join(wrong) + " No checkpoint is intact.")
         raise UserError(f"There is no checkpoint in {self.root}.")

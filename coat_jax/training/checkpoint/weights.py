@@ -134,11 +134,7 @@ def parameters_of(
         _require_no_step(folder, step)
         return dict(hf_of(config).read(folder, config))
     folders = _checkpoints_of(folder)
-    if step is None:
-        step = folders.newest_intact(note)
-    else:
-        folders.check(step)
-    path = folders.folder(step) / STATE
+    path = folders.folder(folders.intact(step, note)) / STATE
     try:
         metadata = stored_metadata(path)
     finally:
@@ -168,7 +164,7 @@ def require_parameters(folder: str | Path, config: Any) -> None:
     if not is_run(read_config_json(folder)):
         hf_of(config).read(expand_user(folder), config)
     elif _checkpoints_of(folder).newest_record() is None:
-        _checkpoints_of(folder).newest_intact(warnings.warn)  # raises, and says why
+        _checkpoints_of(folder).intact(None, warnings.warn)  # raises, and says why
 
 
 def _require_no_step(folder: Path, step: int | None) -> None:
