@@ -35,7 +35,7 @@ def lion(schedule):
             "warmup_steps=0.5 and optimizer.decay_steps=0.6 take 11 steps, and total_steps=10",
         ),
         ({"optimizer": {"warmup_steps": 11}}, "=11 take 11 steps, and .* Lower .* as in 0.1"),
-        ({"out": ""}, "out, .* is '', which names no folder"),
+        ({"out": ""}, "out='' names no folder"),
         (
             {"metrics": {"loss": lion}},
             "metrics={'loss': .* the trainer does not log",

@@ -48,11 +48,15 @@ def read(
         files[TOKENIZER] = known.content
     elif of_run and TOKENIZER not in files:
         files |= _tokenizer_of_run(folder, data, note)
-    parsed = None
-    if TOKENIZER in files:
-        parsed = tokenizers.parse(files[TOKENIZER], str(folder / TOKENIZER))
-    if of_run and parsed is not None:
-        _note_beginning(parsed, note)
+    name = str(folder / TOKENIZER)
+    parsed = tokenizers.parse(files[TOKENIZER], name) if TOKENIZER in files else None
+    if of_run and parsed is not None and (begin := tokenizers.beginning_of(parsed)):
+        spelled = " ".join(parsed.id_to_token(token) or str(token) for token in begin)
+        note(
+            f"The tokenizer puts {spelled} in front of each text, and training put nothing there. "
+            "For texts that begin as in training, take it out of the post_processor in "
+            "tokenizer.json."
+        )
     # The config.json of a run has no special tokens; in a Hugging Face folder either file may.
     if of_run and GENERATION not in files:
         end, known_end = data.get("end_of_text"), parsed and tokenizers.known_end_of_text(parsed)
@@ -65,16 +69,6 @@ def read(
     return files, special
 
 
-def _note_beginning(tokenizer: Any, note: Callable[[str], object]) -> None:
-    if begin := tokenizers.beginning_of(tokenizer):
-        spelled = " ".join(tokenizer.id_to_token(token) or str(token) for token in begin)
-        note(
-            f"The tokenizer puts {spelled} in front of each text, and training put nothing there. "
-            "For texts that begin as in training, take it out of the post_processor in "
-            "tokenizer.json."
-        )
-
-
 def _tokenizer_of_run(
     folder: Path, data: Mapping[str, Any], note: Callable[[str], object]
 ) -> dict[str, bytes]:
@@ -84,15 +78,11 @@ def _tokenizer_of_run(
         content = _read(folder, path)
         tokenizers.parse(content, str(path))  # by the name that the user knows
         return {TOKENIZER: content}
-    if isinstance(named, str):
+    if named is not None or "train" in data:
+        found = "it names none" if named is None else f"{named} is outside of its folder"
         note(
-            f"The run was trained with the tokenizer {named}, which is outside of its folder and "
-            "is not copied: name it with --tokenizer."
-        )
-    elif "train" in data:
-        note(
-            "The run names no tokenizer, so none is copied: name the one that made its token "
-            "files with --tokenizer FILE. If it was trained on bytes, there is none."
+            f"The tokenizer of the run is not copied: {found}. Name one with --tokenizer FILE, "
+            "unless the run was trained on bytes."
         )
     return {}
 

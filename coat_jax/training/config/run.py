@@ -134,8 +134,9 @@ class TrainConfig:
             self._require_releasable()
         self._require_metrics()
         object.__setattr__(self, "writers", tuple(dict.fromkeys(self.writers)))
-        if "" in (self.out, self.init_from, self.cache):
-            raise UserError("One of out, init_from and cache is '', which names no folder.")
+        for name in ("out", "init_from", "cache"):
+            if getattr(self, name) == "":
+                raise UserError(f"{name}='' names no folder.")
         object.__setattr__(self, "out", str(expand_user(self.out)))
         if self.init_from is not None:
             object.__setattr__(self, "init_from", str(expand_user(self.init_from)))
