@@ -57,7 +57,6 @@ def test_a_config_refuses(changes, message):
         (lambda: dataclasses.replace(SMALL, model="tiny"), r"model='tiny' must be .*config_of"),
         (lambda: dataclasses.replace(SMALL, optimizer="adamw"), "must be an OptimizerConfig"),
         (lambda: MeshConfig(data=0), "mesh.data=0 must be a whole number .* or -1"),
-        (lambda: MeshConfig(data=-1, fsdp=-1), "Only one can be -1"),
     ],
 )
 def test_its_parts_refuse(make, message):

@@ -66,15 +66,6 @@ def test_another_run_is_refused(changed, line):
         changes(small(**changed), saved(SMALL), step=2)
 
 
-def test_what_a_run_began_from_cannot_change_once_there_is_a_checkpoint():
-    """Its parameters are then those of the checkpoint."""
-    other = small(init_from="elsewhere")
-    with pytest.raises(ValueError, match=r"another run: init_from was None, now .*elsewhere"):
-        changes(other, saved(SMALL), step=2)
-    (line,) = changes(other, saved(SMALL), step=None)
-    assert line.startswith("init_from was None, now ")
-
-
 def test_another_transformation_is_reported():
     """It may be the same under another name; if not, the arrays of its state are others."""
     before = dataclasses.replace(SMALL, optimizer=lion)

@@ -133,7 +133,6 @@ class TrainConfig:
         if self.optimizer.release_gradients:
             self._require_releasable()
         self._require_metrics()
-        object.__setattr__(self, "writers", tuple(dict.fromkeys(self.writers)))
         for name in ("out", "init_from", "cache"):
             if getattr(self, name) == "":
                 raise UserError(f"{name}='' names no folder.")
