@@ -54,20 +54,12 @@ FIRST |= {"checkpoint.every", "writers"}
 
 
 class Field(NamedTuple):
-    """A field of a config, or of a config within it.
+    """A field of a config, or of a config within it."""
 
-    Attributes:
-        name: its path, as in "optimizer.learning_rate".
-        annotation: the type of its values.
-        sentence: what the docstring of its class says about it.
-        group: whether it is itself a config.
-        value: its value.
-    """
-
-    name: str
+    name: str  # its path, as in "optimizer.learning_rate"
     annotation: Any
-    sentence: str
-    group: bool
+    sentence: str  # on the field, in the docstring of its class
+    group: bool  # whether it is itself a config
     value: Any
 
 

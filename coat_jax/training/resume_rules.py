@@ -45,15 +45,10 @@ def to_json(value: Any) -> Any:
 
 
 def changes(config: TrainConfig, saved: Mapping[str, Any], *, step: int | None) -> list[str]:
-    """Returns what differs from the config that was saved, one line each.
+    """Returns what differs from the config that was saved, as JSON, one line each.
 
-    Args:
-        config: of the run that resumes.
-        saved: the config of the run so far, as JSON.
-        step: that of the newest checkpoint, None without any.
-
-    Raises:
-        UserError: if the run cannot continue with a change, naming it.
+    `step` is that of the newest checkpoint, None without any. Raises UserError if the run cannot
+    continue with a change.
     """
     before, now = flatten_dict(saved, sep="."), flatten_dict(to_json(config), sep=".")
     names = sorted(n for n in before.keys() | now.keys() if n.split(".")[0] not in NOT_COMPARED)

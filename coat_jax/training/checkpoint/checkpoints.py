@@ -150,7 +150,7 @@ class Checkpoints:
         return Restored(chosen, state, run_on_main(lambda: self._folders.record(chosen)["extra"]))
 
     def require_like(self, like: Any) -> int | None:
-        """The step to resume from, None without any; raises UserError if it does not match `like`.
+        """Returns the step to resume from, if any; raises UserError if it does not match `like`.
 
         Called before the step is compiled, so that a run is refused early, also one whose state
         cannot be saved. Every byte is checked; `restore` does not check it again.
@@ -165,7 +165,7 @@ class Checkpoints:
         return self._checked
 
     def steps(self) -> list[int]:
-        """The steps that were saved completely, oldest first, without a check for damage."""
+        """Returns the steps that were saved completely, oldest first; does not check for damage."""
         self.wait()
         return run_on_main(self._folders.steps)
 
@@ -240,7 +240,7 @@ class Checkpoints:
 
 
 def steps_to_keep(losses: Mapping[int, float | None], keep: int, keep_best: int) -> set[int]:
-    """The newest `keep` steps, and the `keep_best` with the lowest loss (in a tie, the newer)."""
+    """Returns the newest `keep` steps, and the `keep_best` of lowest loss (in a tie, the newer)."""
     known = [(loss, -step) for step, loss in losses.items() if loss is not None]
     best = sorted(pair for pair in known if math.isfinite(pair[0]))[:keep_best]
     return {*sorted(losses)[-keep:], *(-negated for _, negated in best)}

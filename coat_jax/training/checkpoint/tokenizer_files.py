@@ -28,15 +28,11 @@ def read(
     vocab: int,
     note: Callable[[str], object],
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """The files in a model's folder, and its special tokens by their names in config.json.
+    """Returns the files in a model's folder, and its special tokens by their names in config.json.
 
-    Args:
-        folder: of a run, whose config may name a tokenizer inside, or one of Hugging Face.
-        config_json: of the folder.
-        tokenizer: a file in place of the folder's own tokenizer.json.
-        vocab: of the model.
-        note: called with a line about a missing tokenizer, and one that begins texts with other
-            tokens than training did.
+    The config of a run may name a tokenizer inside; `tokenizer` is a file in place of the folder's
+    own. `note` is called with a line about a missing tokenizer, and one that begins texts with
+    other tokens than training did. A tokenizer must fit a model with `vocab` tokens.
     """
     files = {name: _read(folder, folder / name) for name in NAMES if (folder / name).exists()}
     special = {name: config_json.get(name) for name in SPECIAL}
@@ -97,7 +93,7 @@ def _read(folder: Path, path: Path) -> bytes:
 
 
 def _is_inside(path: Path, folder: Path) -> bool:
-    """Whether a file is in a folder, or in the blobs that this is a snapshot of."""
+    """Returns whether a file is in a folder, or in the blobs that this is a snapshot of."""
     place, inside = path.resolve(), folder.resolve()
     blobs = inside.parent.parent / "blobs" if inside.parent.name == "snapshots" else inside
     return place.is_relative_to(inside) or place.parent == blobs
