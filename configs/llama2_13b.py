@@ -6,9 +6,7 @@
 Hyper-parameters as in llama2_7b.py: Touvron et al. 2023 (Llama 2) train both alike. Parameters are
 BF16, rounded stochastically.
 
-Parameters and moments are sharded over all GPUs. A microbatch is 8 sequences: 2 on each of 4 GPUs.
-It takes 61.8 GB of each GPU in COAT and 94.7 in BF16 (XLA's account of the step,
-experiments/memory.py).
+Made for 4 GPUs, with 2 sequences of a microbatch on each; docs/benchmarks.md lists the memory.
 """
 
 import dataclasses

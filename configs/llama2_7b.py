@@ -3,40 +3,25 @@
     coat train llama2_7b --train 'tokens/*.npy'          COAT
     coat train llama2_7b:bf16 --train 'tokens/*.npy'     BF16, optax's AdamW
     coat train llama2_7b:one_gpu                         COAT: throughput on one GPU
-    coat train llama2_7b:one_gpu_bf16                    BF16: likewise
 
 Hyper-parameters of Touvron et al. 2023 (Llama 2, section 2.2): batches of 4 million tokens, AdamW
 with b2 = 0.95 and eps = 1e-5, 2000 steps of warmup, a cosine down to a tenth, over 2 trillion
-tokens. Unlike in that paper, parameters are BF16, rounded stochastically. Weights, gradients and
-moments take 10.1 bytes a parameter with COAT, of which 4 are the FP32 sum of the gradients of
-several microbatches; without accumulation they take 6.1.
+tokens. Unlike in that paper, parameters are BF16, rounded stochastically.
 
-Parameters and moments are sharded over all GPUs. A microbatch is 8 sequences: 2 on each of 4 GPUs.
-It takes 35.9 GB of each GPU in COAT and 54.6 in BF16 (XLA's account of the step,
-experiments/memory.py).
-
-The runs on one GPU correspond to the first row of table 7 of the COAT paper: full-parameter
-training on sequences of 2048 tokens. They measure throughput alone, so the built-in corpus
-suffices. Choose --global_batch_size by the GPU's memory; the table that is printed first shows how
-much a batch takes. On an H200, COAT takes 72.8 GB at a batch of 10 and trains 23,469 tokens a
-second, BF16 131.8 GB and 14,476 (experiments/training_throughput.py).
+Made for 4 GPUs, with 2 sequences of a microbatch on each. The run on one GPU corresponds to the
+first row of table 7 of the COAT paper: full-parameter training on sequences of 2048 tokens. It
+measures throughput alone, so the built-in corpus suffices. Choose --global_batch_size by the GPU's
+memory, and BF16 by --precision bf16 --optimizer.name adamw. docs/benchmarks.md has the figures.
 """
 
 import dataclasses
 
 from coat_jax import models
-from coat_jax.training.config import (
-    CheckpointConfig,
-    EvaluationConfig,
-    OptimizerConfig,
-    TrainConfig,
-    in_bf16,
-)
+from coat_jax.training.config import EvaluationConfig, OptimizerConfig, TrainConfig
 from coat_jax.training.data import DataConfig
 
 TOKENS, WARMUP_STEPS = 2_000_000_000_000, 2000
 BATCH, SEQUENCE = 1024, 4096
-STEPS = TOKENS // (BATCH * SEQUENCE)
 
 
 def config() -> TrainConfig:
@@ -47,8 +32,7 @@ def config() -> TrainConfig:
         data=DataConfig(train=("tokens/*.npy",)),
         optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=WARMUP_STEPS, eps=1e-5),
         evaluation=EvaluationConfig(every=1000),
-        checkpoint=CheckpointConfig(every=1000),
-        total_steps=STEPS,
+        total_steps=TOKENS // (BATCH * SEQUENCE),
         global_batch_size=BATCH,
         sequence_length=SEQUENCE,
         gradient_accumulation_steps=128,
@@ -67,15 +51,10 @@ def one_gpu() -> TrainConfig:
             coat.optimizer, schedule="constant", warmup_steps=0, learning_rate=1e-5
         ),
         evaluation=EvaluationConfig(every=0),
-        checkpoint=CheckpointConfig(every=0),
+        checkpoint=dataclasses.replace(coat.checkpoint, every=0),
         total_steps=30,
         global_batch_size=4,
         sequence_length=2048,
         gradient_accumulation_steps=1,
         out="out/llama2_7b_one_gpu",
     )
-
-
-def one_gpu_bf16() -> TrainConfig:
-    """Throughput of BF16 on one GPU."""
-    return in_bf16(one_gpu())

@@ -8,17 +8,12 @@ of GPT-3 with 125 million parameters (Brown et al. 2020, table 2.1 and appendix 
 over 375 million tokens; the length is ten billion tokens. The vocabulary is GPT-2's 50,257, padded
 to a multiple of 128. Parameters are FP32, as in that paper.
 
-Made for one GPU: a microbatch of 64 sequences takes 21.4 GB in COAT and 26.3 in BF16 (XLA's account
-of the step, experiments/memory.py). docs/loss.md says what COAT costs in loss at this size.
+Made for one GPU; docs/benchmarks.md lists the memory that it takes, docs/loss.md what COAT costs in
+loss.
 """
 
 from coat_jax import models
-from coat_jax.training.config import (
-    CheckpointConfig,
-    EvaluationConfig,
-    OptimizerConfig,
-    TrainConfig,
-)
+from coat_jax.training.config import EvaluationConfig, OptimizerConfig, TrainConfig
 from coat_jax.training.data import DataConfig
 
 TOKENS, WARMUP_TOKENS = 10_000_000_000, 375_000_000
@@ -44,7 +39,6 @@ def config() -> TrainConfig:
         data=DataConfig(train=("tokens/*.npy",)),
         optimizer=OptimizerConfig(learning_rate=6e-4, warmup_steps=WARMUP_TOKENS / TOKENS),
         evaluation=EvaluationConfig(every=250),
-        checkpoint=CheckpointConfig(every=1000),
         total_steps=TOKENS // (BATCH * SEQUENCE),
         global_batch_size=BATCH,
         sequence_length=SEQUENCE,

@@ -6,13 +6,12 @@
 Hyper-parameters as in llama_124m.py, but half the learning rate, as in GPT-3 with 350 million
 parameters. Parameters are FP32.
 
-Made for one GPU: a microbatch of 32 sequences takes 22.2 GB in COAT and 30.0 in BF16 (XLA's account
-of the step, experiments/memory.py).
+Made for one GPU; docs/benchmarks.md lists the memory that it takes.
 """
 
 import dataclasses
+from typing import Any
 
-from coat_jax import models
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.config_files import load_config
 
@@ -20,21 +19,10 @@ from coat_jax.training.config_files import load_config
 def config() -> TrainConfig:
     """In COAT."""
     small = load_config("llama_124m")
-    model = models.Config(
-        vocab=50304,
-        width=1024,
-        layers=24,
-        heads=16,
-        kv_heads=16,
-        head_dim=64,
-        ffn=2816,
-        context=1024,
-        tied=True,
-        scan=False,
-    )
+    shape: dict[str, Any] = {"width": 1024, "layers": 24, "heads": 16, "kv_heads": 16, "ffn": 2816}
     return dataclasses.replace(
         small,
-        model=model,
+        model=dataclasses.replace(small.model, **shape),
         optimizer=dataclasses.replace(small.optimizer, learning_rate=3e-4),
         gradient_accumulation_steps=16,
         out="out/llama_350m",

@@ -10,20 +10,12 @@ tokens.
 Token files in OLMo's layout are read as they are: give their paths with --train, and --end_of_text
 50279. Parameters are FP32, as in OLMo.
 
-A microbatch of 16 sequences takes 39.9 GB of one GPU in COAT and 57.7 in BF16 (XLA's account of the
-step, experiments/memory.py).
+Made for one GPU; docs/benchmarks.md lists the memory that it takes.
 """
 
 from coat_jax import models
-from coat_jax.training.config import (
-    CheckpointConfig,
-    EvaluationConfig,
-    OptimizerConfig,
-    TrainConfig,
-)
+from coat_jax.training.config import EvaluationConfig, OptimizerConfig, TrainConfig
 from coat_jax.training.data import DataConfig
-
-STEPS, WARMUP_STEPS = 739_328, 2000
 
 
 def config() -> TrainConfig:
@@ -31,10 +23,9 @@ def config() -> TrainConfig:
     return TrainConfig(
         model=models.config_of("olmo_1b"),
         data=DataConfig(train=("tokens/*.npy",)),
-        optimizer=OptimizerConfig(learning_rate=4e-4, warmup_steps=WARMUP_STEPS),
+        optimizer=OptimizerConfig(learning_rate=4e-4, warmup_steps=2000),
         evaluation=EvaluationConfig(every=1000),
-        checkpoint=CheckpointConfig(every=1000),
-        total_steps=STEPS,
+        total_steps=739_328,
         global_batch_size=2048,
         sequence_length=2048,
         gradient_accumulation_steps=128,

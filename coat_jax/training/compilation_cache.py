@@ -23,12 +23,8 @@ FOLDER = "~/.cache/coat_jax/xla"  # unless a config names another
 def use_cache(folder: str | None, note: Callable[[str], object] = warnings.warn) -> None:
     """Makes JAX store compiled programs in a folder, unless JAX is configured to use another one.
 
-    Args:
-        folder: None stores nothing. URLs such as gs://bucket/cache are passed to JAX as they are.
-        note: called with a line if the default folder cannot be written.
-
-    Raises:
-        UserError: if another folder cannot be written.
+    URLs such as gs://bucket/cache are passed to JAX as they are. A folder that cannot be written is
+    refused, but `note` is called with a line if it is the default one.
     """
     if folder is None:
         return

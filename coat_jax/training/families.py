@@ -29,8 +29,7 @@ class Family(NamedTuple):
             of a sequence, and a seed.
         example: the shapes of a row, for programs that are compiled without data, from the model's
             config and the length of a sequence.
-        hf: reads and writes Hugging Face folders, with the functions and ARCHITECTURES of
-            `coat.models.hf`; None if the family has no such format.
+        hf: like `coat.models.hf`; None if the family has no Hugging Face format.
     """
 
     module: Callable[..., Any]
@@ -77,7 +76,7 @@ def family_of(config: Any) -> Family:
 
 
 def hf_of(config: Any) -> Any:
-    """The Hugging Face format of a config's family, `Family.hf`; raises if there is none."""
+    """Returns the Hugging Face format of a config's family; raises if there is none."""
     name = name_of(config)
     if FAMILIES[name].hf is None:
         raise UserError(f"There is no Hugging Face format for models of the family {name!r}.")
@@ -85,7 +84,7 @@ def hf_of(config: Any) -> Any:
 
 
 def hf_named_in(config_json: Mapping[str, Any]) -> Any:
-    """The Hugging Face format of the architecture that a config.json names."""
+    """Returns the Hugging Face format of the architecture that a config.json names."""
     formats = [family.hf for family in FAMILIES.values() if family.hf is not None]
     format_of = {name: format for format in formats for name in format.ARCHITECTURES}
     return format_of[models.hf.architecture_in(config_json, format_of)]

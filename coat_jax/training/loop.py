@@ -17,8 +17,7 @@ from jax.sharding import Mesh
 from coat_jax.multihost import run_on_main
 from coat_jax.printable import printable
 from coat_jax.training import resume_rules
-from coat_jax.training.checkpoint import Checkpoints, resume_state
-from coat_jax.training.checkpoint.resume_state import ResumeState
+from coat_jax.training.checkpoint import Checkpoints
 from coat_jax.training.cluster.mesh import make_mesh, open_data, place, require_fitting
 from coat_jax.training.cluster.stop import Stop
 from coat_jax.training.compilation_cache import use_cache
@@ -31,7 +30,6 @@ from coat_jax.training.report.recorder import Recorder
 from coat_jax.training.report.telemetry import Telemetry
 from coat_jax.training.run_folder import RunFolder
 from coat_jax.training.setup import TrainSetup, compile_steps, prepare, require_same_model
-from coat_jax.training.step import State
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,9 +54,7 @@ class Outcome(NamedTuple):
 def train(config: TrainConfig, console: "Console | None" = None) -> Outcome:
     """Trains until the last step or a signal to stop; resumes the run in the folder, if any.
 
-    Args:
-        config: the run.
-        console: where progress is shown; by default standard output.
+    `console`, by default standard output, shows the progress.
     """
     if console is None:
         from rich.console import Console
@@ -96,51 +92,46 @@ class _Run:
         say(f"Trains on {self.data.description}.")
         # A stop requested during compilation takes effect after the first step.
         self.stop = stack.enter_context(Stop())
-        retention = {"keep": config.checkpoint.keep, "keep_best": config.checkpoint.keep_best}
+        keep, keep_best = config.checkpoint.keep, config.checkpoint.keep_best
         self.checkpoints = stack.enter_context(
-            Checkpoints(folder.checkpoints, **retention, note=say)
+            Checkpoints(folder.checkpoints, keep=keep, keep_best=keep_best, note=say)
         )
         saved = self.checkpoints.require_like(setup.abstract)
-        done = saved or 0
+        self.step = done = saved or 0
         run_on_main(lambda: folder.write_config(end_of_text=self.data.end_of_text))
         self.programs = compile_steps(setup, console, done=done)
         self.telemetry = None
         if config.telemetry.every and done < config.total_steps:
             self.telemetry = _compile_telemetry(setup, say, self.data.example)
-        self.state, resume = self._begin(saved, say)
-        self.step = resume.step
+        seconds = 0.0
+        if saved is None:
+            self.state = setup.new_state()
+        else:
+            _, self.state, extra = self.checkpoints.restore(setup.abstract)
+            self.data.restore(extra["data"])
+            seconds = extra["seconds"]
+            say(f"Resumes after step {done:,} of {config.total_steps:,}.")
+            if done == config.total_steps:
+                say("The run is complete. To train it further, raise --total_steps.")
         self.metrics = Metrics(
             folder.path,
             writers=config.writers,
             config=resume_rules.to_json(config),
-            resume_step=resume.step,
+            resume_step=done,
             note=say,
         )
         stack.callback(self.metrics.close)
-        progress = Progress(console, steps=config.total_steps, done=resume.step)
+        progress = Progress(console, steps=config.total_steps, done=done)
         stack.enter_context(progress)
         self.recorder = Recorder(
             config,
             mesh,
             self.metrics,
             progress,
-            step=resume.step,
+            step=done,
             skipped=int(self.state.skipped),
-            seconds=resume.seconds,
+            seconds=seconds,
         )
-
-    def _begin(self, saved: int | None, say: Callable[[str], None]) -> tuple[State, ResumeState]:
-        """Makes the first state, or restores the one that was saved after so many steps."""
-        total_steps = self.setup.config.total_steps
-        if saved is None:
-            return self.setup.new_state(), ResumeState()
-        step, state, extra = self.checkpoints.restore(self.setup.abstract)
-        resume = resume_state.from_json(step, extra)
-        self.data.restore(dict(resume.data))
-        say(f"Resumes after step {step:,} of {total_steps:,}.")
-        if step == total_steps:
-            say("The run is complete. To train it further, raise --total_steps.")
-        return state, resume
 
     def take_steps(self) -> Outcome:
         """Takes the steps that are left; evaluates and saves where that is due."""
@@ -182,8 +173,11 @@ class _Run:
     def _save(self, loss: float | None) -> None:
         """Saves a checkpoint; its records are on the disk before it."""
         self.metrics.sync()
-        resume = ResumeState(self.step, self.data.state(), self.recorder.seconds)
-        extra = resume_state.to_json(resume, self.setup.config)
+        extra = {
+            "data": self.data.state(),
+            "seconds": self.recorder.seconds,  # in all its processes
+            "config": resume_rules.to_json(self.setup.config),
+        }
         self.checkpoints.save(self.step, self.state, extra, loss=loss)
 
 

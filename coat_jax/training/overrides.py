@@ -18,14 +18,13 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, get_args, get_origin
 
-import jax.numpy as jnp
-
 from coat_jax import precision
 from coat_jax.errors import UserError
 from coat_jax.numerics.minifloat import Minifloat
 from coat_jax.training.config import TrainConfig
-from coat_jax.training.config.optimizer import Transformation, function_name, is_optimizer
+from coat_jax.training.config.optimizer import Transformation
 from coat_jax.training.config.run import Metric
+from coat_jax.training.resume_rules import to_json
 from coat_jax.validation import brief, describe
 
 SET_BY_MESH = {"model.axes", "model.batch_axes"}
@@ -47,7 +46,6 @@ SYNONYMS = {
 SYNONYM_OF = {other: field for field, others in SYNONYMS.items() for other in others.split()}
 FUNCTIONS = (Transformation | None, Mapping[str, Metric])
 WORDS = {"true": True, "false": False, "none": None}
-WHOLE = re.compile(r"([+-]?[\d_]+)(?:e\+?(\d\d?))?", re.IGNORECASE)
 # What people set first.
 FIRST = {"data.train", "data.tokenizer", "init_from", "out", "total_steps", "global_batch_size"}
 FIRST |= {"sequence_length", "gradient_accumulation_steps", "optimizer.learning_rate"}
@@ -56,20 +54,12 @@ FIRST |= {"checkpoint.every", "writers"}
 
 
 class Field(NamedTuple):
-    """A field of a config, or of a config within it.
+    """A field of a config, or of a config within it."""
 
-    Attributes:
-        name: its path, as in "optimizer.learning_rate".
-        annotation: the type of its values.
-        sentence: what the docstring of its class says about it.
-        group: whether it is itself a config.
-        value: its value.
-    """
-
-    name: str
+    name: str  # its path, as in "optimizer.learning_rate"
     annotation: Any
-    sentence: str
-    group: bool
+    sentence: str  # on the field, in the docstring of its class
+    group: bool  # whether it is itself a config
     value: Any
 
 
@@ -135,17 +125,14 @@ def _sentences(kind: Any) -> dict[str, str]:
 
 def show(value: Any) -> str:
     """Returns a value in the form that the command line takes."""
-    if value is None or isinstance(value, str | int | float):
-        return repr(value) if "\n" in str(value) else str(value)
     if isinstance(value, precision.Precision):
         return next((n for n, preset in precision.PRESETS.items() if preset == value), "custom")
-    if is_optimizer(value):
-        return function_name(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, Minifloat):
+        return type(value).__name__
     if isinstance(value, tuple | Mapping):
         return " ".join(map(show, value))
-    if isinstance(value, Minifloat):
-        return value.name
-    return type(value).__name__ if dataclasses.is_dataclass(value) else jnp.dtype(value).name
+    text = str(to_json(value))
+    return repr(text) if "\n" in text else text
 
 
 def _values(annotation: Any) -> str:
@@ -192,11 +179,12 @@ def _read(field: Field, words: list[str]) -> Any:
     named = {word: value for word, value in WORDS.items() if type(value) in kinds}
     if text.lower() in named:
         return named[text.lower()]
-    with contextlib.suppress(ValueError):
-        if int in kinds and (whole := WHOLE.fullmatch(text)):  # 1e3 is a thousand
-            return int(whole[1]) * 10 ** int(whole[2] or 0)
-        if float in kinds:
-            return float(text)
+    if int in kinds or float in kinds:
+        with contextlib.suppress(ValueError):
+            number = float(text)
+            # 1e3 is a thousand, but 1.0 a share.
+            whole = int in kinds and "." not in text and number.is_integer()
+            return int(number) if whole else number
     return text
 
 

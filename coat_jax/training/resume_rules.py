@@ -5,10 +5,11 @@ parameters or other rows of data. What it began from cannot change once there is
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 
 from coat_jax.errors import UserError
 from coat_jax.models import ModelConfig
@@ -43,18 +44,13 @@ def to_json(value: Any) -> Any:
     return value.name if isinstance(value, Minifloat) else jnp.dtype(value).name
 
 
-def changes(config: TrainConfig, saved: Mapping[str, Any], *, begun: bool = True) -> list[str]:
-    """Returns what differs from the config that was saved, one line each.
+def changes(config: TrainConfig, saved: Mapping[str, Any], *, step: int | None) -> list[str]:
+    """Returns what differs from the config that was saved, as JSON, one line each.
 
-    Args:
-        config: of the run that resumes.
-        saved: the config of the run so far, as JSON.
-        begun: whether there is a checkpoint.
-
-    Raises:
-        UserError: if the run cannot continue with a change, naming it.
+    `step` is that of the newest checkpoint, None without any. Raises UserError if the run cannot
+    continue with a change.
     """
-    before, now = dict(_flat(saved)), dict(_flat(to_json(config)))
+    before, now = flatten_dict(saved, sep="."), flatten_dict(to_json(config), sep=".")
     names = sorted(n for n in before.keys() | now.keys() if n.split(".")[0] not in NOT_COMPARED)
     lines = {
         name: f"{name} was {before.get(name)!r}, now {now.get(name)!r}"
@@ -62,7 +58,7 @@ def changes(config: TrainConfig, saved: Mapping[str, Any], *, begun: bool = True
         if before.get(name) != now.get(name)
     }
     fixed = [name for name in lines if name.startswith(FIXED) and not name.startswith(FREE)]
-    fixed += ["init_from"] if begun and "init_from" in lines else []
+    fixed += ["init_from"] if step is not None and "init_from" in lines else []
     if fixed:
         raise UserError(
             f"{config.out} holds another run: {'; '.join(lines[name] for name in fixed[:4])}. "
@@ -70,13 +66,10 @@ def changes(config: TrainConfig, saved: Mapping[str, Any], *, begun: bool = True
             "these parameters), or begin anew with --resume false, which moves that run out of the "
             "way."
         )
+    if step is not None and step > config.total_steps:
+        raise UserError(
+            f"{config.out} holds a run that has taken {step:,} steps, and total_steps="
+            f"{config.total_steps:,}. Raise it, choose another folder with --out, or begin anew "
+            "with --resume false, which moves that run out of the way."
+        )
     return list(lines.values())
-
-
-def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields every leaf with its dotted name."""
-    if isinstance(tree, Mapping):
-        for name, value in tree.items():
-            yield from _flat(value, f"{prefix}.{name}" if prefix else name)
-    else:
-        yield prefix, tree

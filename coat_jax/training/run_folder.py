@@ -6,10 +6,9 @@
     metrics.jsonl             a record per step
     checkpoints/              states, with the position in the data and the config
 
-A run resumes only with the config that it began with, except for the fields that `resume_rules`
-lets change. That config is read from the newest checkpoint, whose checksums show whether it is
-intact. The other processes of a distributed run need no lock: they write only when the first one
-tells them to.
+A run resumes only as `resume_rules` allows, from the config in the newest checkpoint, whose
+checksums show whether it is intact. The other processes of a distributed run need no lock: they
+write only when the first one tells them to.
 """
 
 import datetime
@@ -39,12 +38,7 @@ UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # no
 
 
 class RunFolder:
-    """The folder that a config names; only the first process claims it.
-
-    Args:
-        config: of the run.
-        note: called with a line about what was damaged.
-    """
+    """The folder that a config names; `note` is called with a line about what is damaged in it."""
 
     def __init__(self, config: TrainConfig, note: Callable[[str], object]):
         self.path = Path(config.out)
@@ -57,32 +51,20 @@ class RunFolder:
         return not self._config.resume or StepFolders(self.checkpoints).newest_record() is None
 
     def claim(self) -> list[str]:
-        """Claims the folder for this run; returns what has changed since its earlier config.
+        """Locks the folder, on the first process; returns what has changed in the run's config.
 
         Writes nothing yet: other checks may still refuse the run before `write_config`.
-
-        Raises:
-            UserError: if another process is using it, or it holds a model, or another run, or one
-                that has taken more steps.
         """
         self._lock = lock(self.path, self._note)
-        newest = StepFolders(self.checkpoints).newest_record()
-        saved = self._saved(newest)
+        newest = StepFolders(self.checkpoints).newest_record() or {}
+        saved = newest.get("extra", {}).get("config") or self._read_config()
         names = (weights.CONFIG, metrics.FILE, weights.CHECKPOINTS)
         if not self._config.resume and any((self.path / name).exists() for name in names):
             with self._lock:  # which moves with the run
                 self._move_away()
-                self._lock, newest, saved = lock(self.path, self._note), None, None
-        changed = []
-        if saved is not None:
-            changed = resume_rules.changes(self._config, saved, begun=newest is not None)
-        if newest is not None and newest["step"] > self._config.total_steps:
-            raise UserError(
-                f"{self.path} holds a run that has taken {newest['step']:,} steps, and total_steps="
-                f"{self._config.total_steps:,}. Raise it, choose another folder with --out, or "
-                "begin anew with --resume false, which moves that run out of the way."
-            )
-        return changed
+                self._lock = lock(self.path, self._note)
+            return []
+        return resume_rules.changes(self._config, saved, step=newest.get("step")) if saved else []
 
     def write_config(self, *, end_of_text: int | None = None) -> None:
         """Writes config.json, and generation_config.json unless there is one."""
@@ -98,21 +80,19 @@ class RunFolder:
         if self._lock is not None:
             self._lock.close()
 
-    def _saved(self, newest: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Returns the config of the run in the folder; None if there is no run."""
-        saved: dict[str, Any] | None = None if newest is None else newest["extra"].get("config")
+    def _read_config(self) -> dict[str, Any]:
+        """Returns the contents of config.json; nothing if there is none, or it is damaged."""
         path = self.path / weights.CONFIG
-        if saved is None and path.is_file():
-            try:
-                saved = files.read_json(path)
-            except UserError as error:
-                self._note(f"{error} No checkpoint says what was run.")
-                return None
-            if "architectures" in saved and not weights.is_run(saved):
-                raise UserError(
-                    f"{self.path} holds a model in Hugging Face's format, not a run: choose "
-                    "another --out."
-                )
+        try:
+            saved = files.read_json(path) if path.is_file() else {}
+        except UserError as error:
+            self._note(f"{error} No checkpoint says what was run.")
+            return {}
+        if "architectures" in saved and not weights.is_run(saved):
+            raise UserError(
+                f"{self.path} holds a model in Hugging Face's format, not a run: choose another "
+                "--out."
+            )
         return saved
 
     def _move_away(self) -> None:
@@ -132,12 +112,8 @@ class RunFolder:
 def lock(folder: Path, note: Callable[[str], object]) -> TextIO:
     """Locks a folder until the returned file is closed, or its process ends, however it ends.
 
-    Args:
-        folder: of a run; made if there is none.
-        note: called with a line if the file system has no locks.
-
-    Raises:
-        UserError: if another process holds the lock, saying which.
+    Makes the folder if there is none, and calls `note` if its file system has no locks. Raises
+    UserError if another process holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     # A link is not followed: the file is overwritten.

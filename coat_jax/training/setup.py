@@ -38,23 +38,14 @@ OF_THE_RUN = {"context", "z_loss", *(f.name for f in dataclasses.fields(models.M
 
 
 class TrainSetup(NamedTuple):
-    """A run before anything is compiled or placed on a device; see `prepare`.
-
-    Attributes:
-        config: the run.
-        mesh: of the run.
-        optimizer: as `make_optimizer` makes it.
-        graph: of the model.
-        abstract: the shapes, dtypes and shardings of the state.
-        batch: those of a batch.
-    """
+    """A run before anything is compiled or placed on a device; see `prepare`."""
 
     config: TrainConfig
     mesh: Mesh
     optimizer: InPlaceOptimizer
-    graph: Any
-    abstract: State
-    batch: Any
+    graph: Any  # of the model
+    abstract: State  # the shapes, dtypes and shardings of the state
+    batch: Any  # those of a batch
 
     def lower(self) -> jax.stages.Lowered:
         """Returns the step, ready to compile: it donates the state and keeps its sharding."""
@@ -100,11 +91,8 @@ def prepare(
 ) -> TrainSetup:
     """Builds the optimizer, and the shapes of model and state; takes no memory of a device.
 
-    Args:
-        config: the run.
-        mesh: from `make_mesh`.
-        optimizer: replaces the one that the config names.
-        example: a row of a batch; by default the family's.
+    `optimizer` replaces the one that the config names, and `example` is a row of a batch in place
+    of the family's.
     """
     optimizer = optimizer or make_optimizer(config)
     module = family_of(config.model).module
@@ -153,17 +141,10 @@ def require_same_model(config: TrainConfig) -> None:
 
 
 def compile_steps(setup: TrainSetup, console: "Console", *, done: int = 0) -> dict[int, Any]:
-    """Compiles the programs that a run still needs: for its first steps in BF16, and the others.
+    """Compiles the programs that a run still needs after `done` steps, and prints their memory.
 
-    Prints how long that took and how much memory each program needs.
-
-    Args:
-        setup: the run.
-        console: where to print.
-        done: how many steps the run has taken before.
-
-    Returns:
-        Each program by the number of steps that come before its first one.
+    There is one for the first steps in BF16, and one for the others. The result has each by the
+    number of steps that come before its first one.
     """
     config, in_bf16 = setup.config, setup.config.steps_in_bf16
     programs = {}

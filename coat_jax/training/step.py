@@ -103,15 +103,7 @@ class Report(NamedTuple):
 def train_step(
     config: TrainConfig, graph: Any, optimizer: InPlaceOptimizer, state: State, batch: Any
 ) -> tuple[State, Report]:
-    """Returns the next state, and how the step went.
-
-    Args:
-        config: the run.
-        graph: of the model.
-        optimizer: from `make_optimizer`.
-        state: to be donated.
-        batch: arrays [accumulation, rows, ...].
-    """
+    """Returns the next state, and how the step went; `state` is donated."""
     trained, rest = split_trained(config, state.params)
     found, grads, divisor = summed_gradients(partial(loss_of, graph, rest), trained, batch)
     loss, norm = found.mean, global_norm(grads) / divisor

@@ -27,33 +27,21 @@ def programs_of(config, console=None, **how):
         return setup.compile_steps(setup.prepare(config, mesh), console, **how)
 
 
-@pytest.fixture
-def compiled(monkeypatch):
-    """The configs that are compiled; a config stands in for its program."""
-    configs = []
-
-    def compile_(setup, console, what):
-        configs.append(setup.config)
-        return setup.config
-
-    monkeypatch.setattr(setup, "_compile", compile_)
-    return configs
-
-
-def test_the_first_steps_are_in_bf16_and_recompute_layers(compiled):
-    models = {done: config.model for done, config in programs_of(CONFIG).items()}
-    precisions = {done: (model.precision, model.remat) for done, model in models.items()}
-    assert precisions == {0: (coat.BF16, "layer"), 2: (coat.COAT, None)}
-
-
-def test_a_run_without_a_start_or_past_it_compiles_one_program(compiled):
-    programs_of(dataclasses.replace(CONFIG, bf16_steps=0))
-    programs_of(CONFIG, done=2)
-    assert [config.model.precision for config in compiled] == [coat.COAT, coat.COAT]
-    programs_of(CONFIG, done=1)
-    assert len(compiled) == 4
-    programs_of(dataclasses.replace(CONFIG, bf16_steps=CONFIG.total_steps))
-    assert [config.model.precision for config in compiled[4:]] == [coat.BF16]
+@pytest.mark.parametrize(
+    ("bf16_steps", "done", "programs"),
+    [
+        (2, 0, {0: (coat.BF16, "layer"), 2: (coat.COAT, None)}),
+        (2, 1, {1: (coat.BF16, "layer"), 2: (coat.COAT, None)}),
+        (2, 2, {2: (coat.COAT, None)}),
+        (0, 0, {0: (coat.COAT, None)}),
+        (4, 0, {0: (coat.BF16, "layer")}),
+    ],
+)
+def test_the_first_steps_are_in_bf16_and_recompute_layers(bf16_steps, done, programs, monkeypatch):
+    """A model's config stands in for its program."""
+    monkeypatch.setattr(setup, "_compile", lambda setup, console, what: setup.config.model)
+    found = programs_of(dataclasses.replace(CONFIG, bf16_steps=bf16_steps), done=done)
+    assert {first: (model.precision, model.remat) for first, model in found.items()} == programs
 
 
 def test_the_state_goes_from_one_program_to_the_other():

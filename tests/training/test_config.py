@@ -36,8 +36,11 @@ def lion(schedule):
         ),
         ({"optimizer": {"warmup_steps": 11}}, "=11 take 11 steps, and .* Lower .* as in 0.1"),
         ({"out": ""}, "out='' names no folder"),
-        ({"metrics": {"loss": lion}}, "metrics has 'loss', which the trainer uses itself"),
-        ({"metrics": {"fp8/x": lion}}, "metrics has 'fp8/x'"),
+        (
+            {"metrics": {"loss": lion}},
+            "metrics={'loss': .* the trainer does not log",
+        ),
+        ({"metrics": {"fp8/x": lion}}, "metrics={'fp8/x': .* without a slash"),
         ({"metrics": {"norm": 3}}, "metrics={'norm': 3} must be a function of a step"),
         ({"metrics": {3: lion}}, "metrics={3: .*} must be a function"),
         ({"metrics": [lion]}, "metrics=.* must be a dict"),
@@ -54,7 +57,6 @@ def test_a_config_refuses(changes, message):
         (lambda: dataclasses.replace(SMALL, model="tiny"), r"model='tiny' must be .*config_of"),
         (lambda: dataclasses.replace(SMALL, optimizer="adamw"), "must be an OptimizerConfig"),
         (lambda: MeshConfig(data=0), "mesh.data=0 must be a whole number .* or -1"),
-        (lambda: MeshConfig(data=-1, fsdp=-1), "Only one can be -1"),
     ],
 )
 def test_its_parts_refuse(make, message):
@@ -75,10 +77,10 @@ def test_an_optimizer_may_be_a_transformation(given):
         ({"transformation": 3}, "transformation=3 is neither an optax transformation nor a func"),
         ({"transformation": jnp.bfloat16}, "is neither an optax transformation"),
         ({"transformation": optax.GradientTransformation}, "is neither an optax transformation"),
-        ({"transformation": lion, "b2": 0.99}, "b2=0.99 is a setting of the named"),
-        ({"transformation": lion, "name": "adamw"}, "name='adamw' is a setting of the named"),
-        ({"transformation": lion, "offload": True}, "offload=True steps some parameters at a time"),
-        ({"transformation": lion, "release_gradients": True}, "release_gradients=True steps some"),
+        ({"transformation": lion, "b2": 0.99}, "b2=0.99 is of the named"),
+        ({"transformation": lion, "name": "adamw"}, "name='adamw' is of the named"),
+        ({"transformation": lion, "offload": True}, "offload=True steps parameters apart"),
+        ({"transformation": lion, "release_gradients": True}, "release_gradients=True steps"),
     ],
 )
 def test_only_transformations_are_accepted(changes, message):
@@ -92,7 +94,7 @@ FOLLOWED = {"learning_rate": 1e-3, "schedule": "wsd", "warmup_steps": 10}
 @pytest.mark.parametrize(("name", "value"), (FOLLOWED | {"final_ratio": 0.5}).items())
 def test_a_schedule_that_the_transformation_does_not_follow_is_refused(name, value):
     assert OptimizerConfig(transformation=lion, **{name: value}).follows_schedule
-    with pytest.raises(UserError, match=rf"^optimizer\.{name}={value!r} is a setting of the sched"):
+    with pytest.raises(UserError, match=rf"^optimizer\.{name}={value!r} is of the sched"):
         OptimizerConfig(transformation=optax.lion(1e-3), **{name: value})
 
 

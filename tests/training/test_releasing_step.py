@@ -92,14 +92,14 @@ def test_a_step_that_is_not_finite_is_counted_and_changes_nothing():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps"),
         ({"model": {"scan": True}}, "model.scan"),
         ({"metrics": {"norm": lambda step: coat.optax.global_norm(step.grads)}}, "metrics"),
-        ({"telemetry": TelemetryConfig(every=5)}, r"telemetry\.every=5"),
-        ({"frozen": ("embed",)}, "frozen parameters"),
+        ({"telemetry": TelemetryConfig(every=5)}, "telemetry.every"),
+        ({"frozen": ("embed",)}, "frozen"),
     ],
 )
 def test_options_that_need_all_gradients_are_refused(changes, words):
     arguments = {"model": UNROLLED, "optimizer": {"release_gradients": True}} | changes
-    with pytest.raises(UserError, match=f"keeps no gradients, and {words}"):
+    with pytest.raises(UserError, match=f"keeps no gradients, .* for {words}:"):
         small(**arguments)

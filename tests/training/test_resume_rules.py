@@ -25,9 +25,9 @@ def saved(config):
 
 def test_what_does_not_matter_is_not_reported():
     """The folder, the cache, what is measured."""
-    assert changes(SMALL, saved(SMALL)) == []
+    assert changes(SMALL, saved(SMALL), step=2) == []
     other = small(out="elsewhere", cache="there", metrics={"norm": lion})
-    assert changes(other, saved(SMALL)) == []
+    assert changes(other, saved(SMALL), step=2) == []
     assert saved(other)["metrics"]["norm"].endswith("lion")
 
 
@@ -41,7 +41,7 @@ def test_what_does_not_matter_is_not_reported():
     ],
 )
 def test_allowed_changes_are_reported(changed, line):
-    assert line in changes(small(**changed), saved(SMALL))
+    assert line in changes(small(**changed), saved(SMALL), step=2)
 
 
 OTHER_DATA = dataclasses.replace(SMALL.data, train=("a.npy",))
@@ -63,23 +63,14 @@ OTHER_DATA = dataclasses.replace(SMALL.data, train=("a.npy",))
 )
 def test_another_run_is_refused(changed, line):
     with pytest.raises(ValueError, match=f"holds another run: {line}.*--out.*--resume false"):
-        changes(small(**changed), saved(SMALL))
-
-
-def test_what_a_run_began_from_cannot_change_once_there_is_a_checkpoint():
-    """Its parameters are then those of the checkpoint."""
-    other = small(init_from="elsewhere")
-    with pytest.raises(ValueError, match=r"another run: init_from was None, now .*elsewhere"):
-        changes(other, saved(SMALL))
-    (line,) = changes(other, saved(SMALL), begun=False)
-    assert line.startswith("init_from was None, now ")
+        changes(small(**changed), saved(SMALL), step=2)
 
 
 def test_another_transformation_is_reported():
     """It may be the same under another name; if not, the arrays of its state are others."""
     before = dataclasses.replace(SMALL, optimizer=lion)
-    assert changes(before, saved(before)) == []
-    (line,) = changes(dataclasses.replace(SMALL, optimizer=optax.adan), saved(before))
+    assert changes(before, saved(before), step=2) == []
+    (line,) = changes(dataclasses.replace(SMALL, optimizer=optax.adan), saved(before), step=2)
     assert re.fullmatch("optimizer.transformation was '.*lion', now '.*adan'", line)
 
 

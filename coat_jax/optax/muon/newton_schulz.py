@@ -30,7 +30,7 @@ from coat_jax.kernels.sharding import run_placed
 from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs, shard_inside
 from coat_jax.numerics.formats import SMALLEST_NORMAL
 from coat_jax.numerics.mesh_axes import automatic_mesh
-from coat_jax.validation import Count, dtype_of, require
+from coat_jax.validation import Count, require
 
 Coefficients = tuple[float, float, float] | tuple[tuple[float, float, float], ...]
 Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
@@ -133,7 +133,7 @@ def coefficients_of(given: Coefficients | str, steps: int) -> list[list[float]]:
 
 def checked_dtype(ns_dtype: DTypeLike) -> np.dtype:
     """The dtype of the products' operands; raises unless it has FP32's range."""
-    dtype = dtype_of("ns_dtype", ns_dtype)
+    dtype = jnp.dtype(ns_dtype)
     if dtype not in NS_DTYPES:
         raise ValueError(
             f"ns_dtype={dtype.name} must be bfloat16 or float32; other floats have a smaller range "

@@ -2,7 +2,6 @@
 
 checkpoints     states of a run, written in the background
 step_folders    one folder for each step, complete or absent
-resume_state    what a checkpoint stores besides the state
 weights         the parameters without the rest of the state
 conversion      to Hugging Face folders, balanced or in 8 bits
 tokenizer_files the small files beside weights: tokenizer, generation settings

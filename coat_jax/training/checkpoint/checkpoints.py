@@ -17,9 +17,7 @@ import contextlib
 import json
 import logging
 import math
-import os
 import shutil
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
@@ -47,7 +45,6 @@ from coat_jax.validation import Count, CountOrZero, require
 from coat_jax.writing import require_space, write_failures
 
 STATE = "state"
-QUIET, PATIENCE = 0.2, 10.0  # seconds
 
 
 class Restored(NamedTuple):
@@ -146,17 +143,14 @@ class Checkpoints:
         """
         self.wait()
         chosen, self._checked = self._checked, None
-        if step is not None:
-            run_on_main(lambda: self._folders.check(step))
-            chosen = step
-        elif chosen is None:
-            chosen = run_on_main(lambda: self._folders.newest_intact(self._note))
+        if step is not None or chosen is None:
+            chosen = run_on_main(lambda: self._folders.intact(step, self._note))
         state = read_state(self._folders.folder(chosen) / STATE, like)
         self._current = chosen
         return Restored(chosen, state, run_on_main(lambda: self._folders.record(chosen)["extra"]))
 
     def require_like(self, like: Any) -> int | None:
-        """The step to resume from, None without any; raises UserError if it does not match `like`.
+        """Returns the step to resume from, if any; raises UserError if it does not match `like`.
 
         Called before the step is compiled, so that a run is refused early, also one whose state
         cannot be saved. Every byte is checked; `restore` does not check it again.
@@ -166,12 +160,12 @@ class Checkpoints:
         except (TypeError, ValueError) as error:
             raise UserError(f"The state of this run cannot be saved. {error}") from error
         if self.steps():
-            self._checked = run_on_main(lambda: self._folders.newest_intact(self._note))
+            self._checked = run_on_main(lambda: self._folders.intact(None, self._note))
             require_stored_like(self._folders.folder(self._checked) / STATE, like)
         return self._checked
 
     def steps(self) -> list[int]:
-        """The steps that were saved completely, oldest first, without a check for damage."""
+        """Returns the steps that were saved completely, oldest first; does not check for damage."""
         self.wait()
         return run_on_main(self._folders.steps)
 
@@ -223,7 +217,7 @@ class Checkpoints:
                 writing.write_durably(folder / RECORD, record)
                 self._folders.finish(step)
             except BaseException:
-                wait_until_quiet(folder)
+                # Orbax may write on for a moment: the next save clears that away.
                 if is_main():
                     shutil.rmtree(folder, ignore_errors=True)
                 raise
@@ -246,23 +240,10 @@ class Checkpoints:
 
 
 def steps_to_keep(losses: Mapping[int, float | None], keep: int, keep_best: int) -> set[int]:
-    """The newest `keep` steps, and the `keep_best` with the lowest loss (in a tie, the newer)."""
+    """Returns the newest `keep` steps, and the `keep_best` of lowest loss (in a tie, the newer)."""
     known = [(loss, -step) for step, loss in losses.items() if loss is not None]
     best = sorted(pair for pair in known if math.isfinite(pair[0]))[:keep_best]
     return {*sorted(losses)[-keep:], *(-negated for _, negated in best)}
-
-
-def wait_until_quiet(folder: Path) -> None:
-    """Returns when no file has appeared in a folder for QUIET seconds, or after PATIENCE.
-
-    Orbax raises the error of the first array that it could not write, while others are still being
-    written: their files would appear in a folder that has been removed.
-    """
-    deadline = time.monotonic() + PATIENCE
-    before, now = None, list(os.walk(folder))
-    while now != before and time.monotonic() < deadline:
-        time.sleep(QUIET)
-        before, now = now, list(os.walk(folder))
 
 
 def _is_no_error_of_orbax(record: logging.LogRecord) -> bool:

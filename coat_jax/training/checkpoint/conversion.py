@@ -115,7 +115,7 @@ def convert(
 
 
 def _cast_finite(path: Name, stored: LazyArray, dtype: Any) -> LazyArray:
-    """A parameter in another dtype; reading a NaN or an infinity raises."""
+    """Returns a parameter in another dtype; reading a NaN or an infinity raises."""
     one = lazy_arrays.cast(stored, dtype, dotted_name(path))
 
     def read(index: Index) -> np.ndarray:
@@ -131,7 +131,7 @@ def _cast_finite(path: Name, stored: LazyArray, dtype: Any) -> LazyArray:
 
 
 def _batches(tokens: Sequence[int], context: int) -> Iterator[np.ndarray]:
-    """Calibration tokens in rows of one length, the last ones left out where they fill no row."""
+    """Yields calibration tokens in rows of one length, without a last row that is not full."""
     length = min(len(tokens), context, LONGEST)
     rows = len(tokens) // length if length else 0
     whole = np.array(tokens[: rows * length], np.int32).reshape(rows, length)

@@ -48,12 +48,12 @@ class StepFolders:
         self.root = root
 
     def steps(self) -> list[int]:
-        """The steps whose folders were finished, oldest first."""
+        """Returns the steps whose folders were finished, oldest first."""
         paths = self.root.iterdir() if self.root.exists() else ()
         return sorted(int(path.name) for path in paths if _is_step(path.name) and path.is_dir())
 
     def folder(self, step: int) -> Path:
-        """The folder of a step; raises if there is none."""
+        """Returns the folder of a step; raises if there is none."""
         if step not in (steps := self.steps()):
             raise UserError(
                 f"There is no checkpoint of step {step} in {self.root}. It has those of {steps}."
@@ -68,7 +68,7 @@ class StepFolders:
                 _delete(path)
 
     def temporary(self, step: int) -> Path:
-        """Where a step is written."""
+        """Returns the folder in which a step is written."""
         return self.root / f"{step}{UNFINISHED}"
 
     def finish(self, step: int) -> None:
@@ -90,7 +90,7 @@ class StepFolders:
         _delete(doomed)  # if that fails, `clear` tries again
 
     def record(self, step: int) -> dict[str, Any]:
-        """A step's record.json: the step, its held-out loss and what was saved beside the state.
+        """Returns a step's record.json: the step, its held-out loss and `extra`.
 
         Raises:
             DamagedCheckpoint: if it has changed since it was written, or is that of another step.
@@ -103,7 +103,7 @@ class StepFolders:
         return record
 
     def newest_record(self) -> dict[str, Any] | None:
-        """The newest intact record.json, even if the state beside it is damaged."""
+        """Returns the newest intact record.json, even if the state beside it is damaged."""
         for step in reversed(self.steps()):
             with contextlib.suppress(DamagedCheckpoint):
                 return self.record(step)
@@ -114,18 +114,24 @@ class StepFolders:
         manifest.check(self.folder(step))
         self.record(step)
 
-    def newest_intact(self, note: Callable[[str], object]) -> int:
-        """The newest step without damage; `note` is called with a line about each that is not."""
+    def intact(self, step: int | None, note: Callable[[str], object]) -> int:
+        """Checks every byte of a step, by default of the newest one without damage; returns it.
+
+        `note` is called with a line about each that is skipped.
+        """
+        if step is not None:
+            self.check(step)
+            return step
         wrong: list[str] = []
-        for step in reversed(self.steps()):
+        for newest in reversed(self.steps()):
             try:
-                self.check(step)
+                self.check(newest)
             except DamagedCheckpoint as error:
                 wrong.append(str(error))
             else:
                 for text in wrong:
-                    note(f"{text} Using step {step} instead.")
-                return step
+                    note(f"{text} Using step {newest} instead.")
+                return newest
         if wrong:
             raise DamagedCheckpoint(" ".join(wrong) + " No checkpoint is intact.")
         raise UserError(f"There is no checkpoint in {self.root}.")

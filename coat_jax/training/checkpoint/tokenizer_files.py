@@ -28,15 +28,11 @@ def read(
     vocab: int,
     note: Callable[[str], object],
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """The files in a model's folder, and its special tokens by their names in config.json.
+    """Returns the files in a model's folder, and its special tokens by their names in config.json.
 
-    Args:
-        folder: of a run, whose config may name a tokenizer inside, or one of Hugging Face.
-        config_json: of the folder.
-        tokenizer: a file in place of the folder's own tokenizer.json.
-        vocab: of the model.
-        note: called with a line about a missing tokenizer, and one that begins texts with other
-            tokens than training did.
+    The config of a run may name a tokenizer inside; `tokenizer` is a file in place of the folder's
+    own. `note` is called with a line about a missing tokenizer, and one that begins texts with
+    other tokens than training did. A tokenizer must fit a model with `vocab` tokens.
     """
     files = {name: _read(folder, folder / name) for name in NAMES if (folder / name).exists()}
     special = {name: config_json.get(name) for name in SPECIAL}
@@ -52,8 +48,13 @@ def read(
         known = _tokenizer_of_run(folder, data, note)
     if known is not None:
         files[TOKENIZER] = known.content
-        if of_run:
-            _note_beginning(known, note)
+        if of_run and (begin := known.beginning):
+            spelled = " ".join(known.spelling(token) or str(token) for token in begin)
+            note(
+                f"The tokenizer puts {spelled} in front of each text, and training put nothing "
+                "there. For texts that begin as in training, take it out of the post_processor in "
+                "tokenizer.json."
+            )
     # The config.json of a run has no special tokens; in a Hugging Face folder either file may.
     if of_run and GENERATION not in files:
         end = data.get("end_of_text")
@@ -66,16 +67,6 @@ def read(
     return files, special
 
 
-def _note_beginning(tokenizer: Tokenizer, note: Callable[[str], object]) -> None:
-    if begin := tokenizer.beginning:
-        spelled = " ".join(tokenizer.spelling(token) or str(token) for token in begin)
-        note(
-            f"The tokenizer puts {spelled} in front of each text, and training put nothing there. "
-            "For texts that begin as in training, take it out of the post_processor in "
-            "tokenizer.json."
-        )
-
-
 def _tokenizer_of_run(
     folder: Path, data: Mapping[str, Any], note: Callable[[str], object]
 ) -> Tokenizer | None:
@@ -83,15 +74,11 @@ def _tokenizer_of_run(
     named = data.get("tokenizer")
     if isinstance(named, str) and _is_inside(path := expand_user(named), folder):
         return Tokenizer(path)
-    if isinstance(named, str):
+    if named is not None or "train" in data:
+        found = "it names none" if named is None else f"{named} is outside of its folder"
         note(
-            f"The run was trained with the tokenizer {named}, which is outside of its folder and "
-            "is not copied: name it with --tokenizer."
-        )
-    elif "train" in data:
-        note(
-            "The run names no tokenizer, so none is copied: name the one that made its token "
-            "files with --tokenizer FILE. If it was trained on bytes, there is none."
+            f"The tokenizer of the run is not copied: {found}. Name one with --tokenizer FILE, "
+            "unless the run was trained on bytes."
         )
     return None
 
@@ -106,7 +93,7 @@ def _read(folder: Path, path: Path) -> bytes:
 
 
 def _is_inside(path: Path, folder: Path) -> bool:
-    """Whether a file is in a folder, or in the blobs that this is a snapshot of."""
+    """Returns whether a file is in a folder, or in the blobs that this is a snapshot of."""
     place, inside = path.resolve(), folder.resolve()
     blobs = inside.parent.parent / "blobs" if inside.parent.name == "snapshots" else inside
     return place.is_relative_to(inside) or place.parent == blobs

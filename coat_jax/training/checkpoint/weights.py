@@ -37,7 +37,7 @@ CORRECTIONS = ("moments", "corrections")  # see `CorrectedState`
 
 
 def read_config_json(folder: str | Path) -> dict[str, Any]:
-    """The config.json in a folder with a model: a run's, or one of Hugging Face.
+    """Returns the config.json in a folder with a model: a run's, or one of Hugging Face.
 
     That of a run is read from its newest checkpoint, which has a checksum of it.
     """
@@ -60,12 +60,12 @@ def read_config_json(folder: str | Path) -> dict[str, Any]:
 
 
 def is_run(config_json: Mapping[str, Any]) -> bool:
-    """Whether this is the config.json of a run."""
+    """Returns whether this is the config.json of a run."""
     return "model" in config_json
 
 
 def is_quantized(config_json: Mapping[str, Any]) -> bool:
-    """Whether this is the config.json of a quantized model."""
+    """Returns whether this is the config.json of a quantized model."""
     return not is_run(config_json) and config_json.get(ENTRY) is not None
 
 
@@ -79,7 +79,7 @@ def require_not_quantized(folder: str | Path, purpose: str) -> None:
 
 
 def model_config(folder: str | Path) -> Any:
-    """The config of a folder's model; one of Hugging Face computes in its stored dtype, not FP8."""
+    """Returns the config of a folder's model; one of Hugging Face computes in its stored dtype."""
     folder = expand_user(folder)
     config_json = read_config_json(folder)
     if is_run(config_json):
@@ -100,7 +100,7 @@ def load(
     mesh: Mesh | None = None,
     note: Callable[[str], object] = warnings.warn,
 ) -> Any:
-    """The model in a folder.
+    """Returns the model in a folder.
 
     Args:
         folder: of a run, or one of Hugging Face.
@@ -128,17 +128,13 @@ def parameters_of(
     step: int | None = None,
     note: Callable[[str], object] = warnings.warn,
 ) -> dict[Name, LazyArray]:
-    """The parameters in a folder that is not quantized, for the arguments of `load`."""
+    """Returns the parameters in a folder that is not quantized, for the arguments of `load`."""
     folder = expand_user(folder)
     if not is_run(read_config_json(folder)):
         _require_no_step(folder, step)
         return dict(hf_of(config).read(folder, config))
     folders = _checkpoints_of(folder)
-    if step is None:
-        step = folders.newest_intact(note)
-    else:
-        folders.check(step)
-    path = folders.folder(step) / STATE
+    path = folders.folder(folders.intact(step, note)) / STATE
     try:
         metadata = stored_metadata(path)
     finally:
@@ -168,7 +164,7 @@ def require_parameters(folder: str | Path, config: Any) -> None:
     if not is_run(read_config_json(folder)):
         hf_of(config).read(expand_user(folder), config)
     elif _checkpoints_of(folder).newest_record() is None:
-        _checkpoints_of(folder).newest_intact(warnings.warn)  # raises, and says why
+        _checkpoints_of(folder).intact(None, warnings.warn)  # raises, and says why
 
 
 def _require_no_step(folder: Path, step: int | None) -> None:
@@ -181,7 +177,7 @@ def _checkpoints_of(folder: str | Path) -> StepFolders:
 
 
 def _add_corrections(parameter: LazyArray, correction: LazyArray | None) -> LazyArray:
-    """A BF16 parameter with its corrections, in FP32; others have none, or a placeholder."""
+    """Returns a BF16 parameter with its corrections, in FP32, and any other one as it is."""
     if correction is None or parameter.shape != correction.shape:
         return parameter
     if parameter.dtype != jnp.bfloat16:

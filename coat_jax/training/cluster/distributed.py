@@ -39,12 +39,7 @@ LAUNCHERS = {
 
 
 def start(*, timeout: int = 300) -> None:
-    """Joins the processes of the run, waiting `timeout` seconds for them, if there are several.
-
-    Raises:
-        UserError: if the launcher's variables are incomplete, or nobody answers at the
-            coordinator's address, or GPUs are chosen in a way that JAX ignores.
-    """
+    """Joins the processes of the run, waiting `timeout` seconds for them, if there are several."""
     place = find_place(os.environ)
     if place is None or place["num_processes"] == 1:
         if DEVICES in os.environ:  # JAX would use all
@@ -70,33 +65,24 @@ def find_place(variables: Mapping[str, str]) -> dict[str, Any] | None:
     """Reads the launcher's variables; returns arguments of `jax.distributed.initialize`.
 
     None where nothing launched this process.
-
-    Raises:
-        UserError: if some are missing.
     """
     address = variables.get(ADDRESS)
     launcher = next((name for name, names in LAUNCHERS.items() if names[0] in variables), None)
     if launcher is None:
-        if address or INDEX in variables:
-            raise UserError(f"Set {ADDRESS}, {COUNT} and {INDEX} together, or none of them.")
-        return None
-    for name in LAUNCHERS[launcher]:
-        if not (text := variables.get(name, "")).isdecimal():
-            raise UserError(
-                f"{name} is {text!r}, not a whole number: set it, if the launcher does not."
-            )
-    processes, process, *node = (int(variables[name]) for name in LAUNCHERS[launcher])
-    if process >= processes:
-        raise UserError(
-            f"The last of {processes} processes is number {processes - 1}, not {process}."
-        )
-    if address and not address.rpartition(":")[2].isdecimal():
-        raise UserError(f"{ADDRESS}={address!r} has no port: write HOST:PORT.")
-    # Whether JAX can ask the launcher for the host of process 0: Open MPI 5 does not know it.
+        if not address and INDEX not in variables:
+            return None
+        launcher = "deactivate"
+    texts = {name: variables.get(name, "") for name in LAUNCHERS[launcher]}
+    whole = all(text.isdecimal() for text in texts.values())
+    processes, process, *node = map(int, texts.values()) if whole else (0, 0)
+    # JAX asks some launchers for the host of process 0: Open MPI 5 does not know it.
     known = launcher == "slurm" or (launcher == "ompi" and "OMPI_MCA_orte_hnp_uri" in variables)
-    if processes > 1 and not address and not known:
+    found = address.rpartition(":")[2].isdecimal() if address else known or processes == 1
+    if process >= processes or not found:
+        given = ", ".join(f"{name}={text!r}" for name, text in {**texts, ADDRESS: address}.items())
         raise UserError(
-            f"{processes} processes, but no {ADDRESS}: set it to HOST:PORT of process 0."
+            f"This process cannot join others: {given}. Set {ADDRESS} to HOST:PORT of process 0, "
+            "and the others to whole numbers; process numbers begin at 0."
         )
     devices: list[int] | None = []  # all that it sees
     if DEVICES in variables:

@@ -28,14 +28,15 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     devices = jax.devices() if devices is None else devices
     sizes = [config.data, config.fsdp, config.tensor]
     named = math.prod(size for size in sizes if size != -1)
-    if len(devices) % named or (-1 not in sizes and named != len(devices)):
+    left, rest = divmod(len(devices), named)
+    if rest or sizes.count(-1) > 1 or (-1 not in sizes and left != 1):
         described = ", ".join(f"{name}={size}" for name, size in zip(NAMES, sizes, strict=True))
         raise UserError(
             f"A mesh of {described} needs {'a multiple of ' if -1 in sizes else ''}"
-            f"{amount(named, 'device')}, and JAX finds {len(devices)}. Change its sizes, or make "
-            "one of them -1: what is left."
+            f"{amount(named, 'device')}, and JAX finds {len(devices)}. Change its sizes; only one "
+            "may be -1, which takes what is left."
         )
-    sizes = [len(devices) // named if size == -1 else size for size in sizes]
+    sizes = [left if size == -1 else size for size in sizes]
     return jax.make_mesh(sizes, NAMES, devices=devices, axis_types=(AxisType.Auto,) * len(NAMES))
 
 

@@ -101,38 +101,36 @@ class OptimizerConfig:
                 "schedule: optax.lion(schedule)."
             )
         # A field that is not at its default must have an effect beside the others.
-        unused: dict[str, str] = {}
-        if self.schedule != "wsd":
-            unused["decay_steps"] = f'is for schedule="wsd", and this one is {self.schedule!r}'
-        if self.name == "adamw":
-            unused["moments"] = 'is for name="fp8_adamw": the moments of "adamw" are in FP32'
-        if self.transformation is not None:
-            reason = "is a setting of the named optimizers: give it to the transformation instead"
-            unused |= dict.fromkeys(OF_ADAMW, reason)
-            reason = "steps some parameters at a time, and a transformation may need all at once"
-            unused |= dict.fromkeys(IN_PARTS, reason)
-        if not self.follows_schedule:
-            reason = (
-                "is a setting of the schedule, and this transformation has a learning rate of its "
-                "own: let a function make it from the schedule, as in lambda schedule: "
-                "optax.lion(schedule)"
-            )
-            unused |= dict.fromkeys(OF_SCHEDULE, reason)
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value != field.default and field.name in unused:
-                raise UserError(
-                    f"optimizer.{field.name}={value!r} {unused[field.name]}. Leave it at "
-                    f"{field.default!r}."
-                )
+        replaced = self.transformation is not None
+        for present, names, reason in (
+            (self.schedule != "wsd", ("decay_steps",), f'is for "wsd", not {self.schedule!r}'),
+            (
+                self.name == "adamw",
+                ("moments",),
+                'is for "fp8_adamw": "adamw" has them in FP32',
+            ),
+            (replaced, OF_ADAMW, "is of the named optimizers: give it to the transformation"),
+            (replaced, IN_PARTS, "steps parameters apart; a transformation may need all at once"),
+            (
+                not self.follows_schedule,
+                OF_SCHEDULE,
+                "is of the schedule, which this transformation does not follow: let a function "
+                "make it, as in lambda schedule: optax.lion(schedule)",
+            ),
+        ):
+            for name in names:
+                value, default = getattr(self, name), getattr(OptimizerConfig, name)
+                if present and value != default:
+                    raise UserError(
+                        f"optimizer.{name}={value!r} {reason}. Leave it at {default!r}."
+                    )
         # `coat.optax` checks the same in the words of its own arguments.
         as_directions = self.name == "fp8_adamw" and self.moments == "directions"
         if self.transformation is None and as_directions and self.b2 < least_b2(self.b1):
             raise UserError(
                 f"optimizer.b2={self.b2} is below {least_b2(self.b1):g}, the least beside "
-                f'optimizer.b1={self.b1} and optimizer.moments="directions". They store the first '
-                "moment relative to the root of the second, which would decay too fast. Raise b2, "
-                'lower b1, or set moments to "expanded".'
+                f'optimizer.b1={self.b1} and optimizer.moments="directions". Raise b2, lower b1, '
+                'or set moments to "expanded".'
             )
 
     @property

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Literal
 
-from coat_jax.errors import UserError
 from coat_jax.validation import Count, CountOrZero, require_fields
 
 Devices = Count | Literal[-1]
@@ -26,11 +25,6 @@ class MeshConfig:
 
     def __post_init__(self) -> None:
         require_fields(self, "mesh.")
-        if (self.data, self.fsdp, self.tensor).count(-1) > 1:
-            raise UserError(
-                f"mesh: data={self.data}, fsdp={self.fsdp} and tensor={self.tensor} have more "
-                "than one -1. Only one can be -1."
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -133,42 +133,36 @@ class TrainConfig:
         if self.optimizer.release_gradients:
             self._require_releasable()
         self._require_metrics()
-        object.__setattr__(self, "writers", tuple(dict.fromkeys(self.writers)))
         for name in ("out", "init_from", "cache"):
-            path = getattr(self, name)
-            if path == "":
-                raise UserError(f"{name}={path!r} names no folder.")
-            if path is not None and name != "cache":
-                object.__setattr__(self, name, str(expand_user(path)))
+            if getattr(self, name) == "":
+                raise UserError(f"{name}='' names no folder.")
+        object.__setattr__(self, "out", str(expand_user(self.out)))
+        if self.init_from is not None:
+            object.__setattr__(self, "init_from", str(expand_user(self.init_from)))
 
     def _require_metrics(self) -> None:
         """Raises unless metrics are functions, under names that the trainer does not use."""
         for name, measure in self.metrics.items():
-            if not isinstance(name, str) or not callable(measure) or isinstance(measure, type):
+            named = isinstance(name, str) and name not in LOGGED and "/" not in name
+            if not named or not callable(measure) or isinstance(measure, type):
                 raise UserError(
-                    f"metrics={{{name!r}: {brief(measure)}}} must be a function of a step."
-                )
-            if name in LOGGED or "/" in name:
-                raise UserError(
-                    f"metrics has {name!r}, which the trainer uses itself, like every name with a "
-                    "slash: choose another."
+                    f"metrics={{{name!r}: {brief(measure)}}} must be a function of a step, under a "
+                    "name without a slash that the trainer does not log itself."
                 )
 
     def _require_releasable(self) -> None:
         """Raises where something needs the gradients that the backward pass frees."""
-        obstacles = {
-            f"gradient_accumulation_steps={self.gradient_accumulation_steps}": (
-                self.gradient_accumulation_steps > 1
-            ),
-            "model.scan=True": self.model.scan,
+        users = {
+            "gradient_accumulation_steps": self.gradient_accumulation_steps > 1,
+            "model.scan": self.model.scan,
             "metrics": self.metrics,
-            f"telemetry.every={self.telemetry.every}": self.telemetry.every,
-            "frozen parameters": self.frozen,
+            "telemetry.every": self.telemetry.every,
+            "frozen": self.frozen,
         }
-        for obstacle in (name for name, present in obstacles.items() if present):
+        if names := [name for name, uses in users.items() if uses]:
             raise UserError(
-                f"optimizer.release_gradients=True keeps no gradients, and {obstacle} needs "
-                "those of all layers: leave one of the two out."
+                "optimizer.release_gradients=True keeps no gradients, and those of all layers are "
+                f"needed for {', '.join(names)}: leave out the one or the other."
             )
 
     @property

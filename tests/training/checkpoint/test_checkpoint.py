@@ -279,12 +279,6 @@ def test_another_model_or_format_is_refused(folder):
                 checkpoints.restore(like(other))
 
 
-def test_notes_that_are_not_json_are_refused_before_anything_is_written(folder):
-    with Checkpoints(folder) as checkpoints, pytest.raises(TypeError, match="not JSON serial"):
-        checkpoints.save(1, state_of(1), {"array": np.zeros(3)})
-    assert not folder.exists()
-
-
 def test_a_full_disk_is_found_before_writing(two, monkeypatch):
     usage = writing.shutil.disk_usage(two)
     monkeypatch.setattr(writing.shutil, "disk_usage", lambda _: usage._replace(free=5_000_000))

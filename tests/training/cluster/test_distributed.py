@@ -60,21 +60,21 @@ def test_the_launcher_says_where_a_process_stands(variables, place):
 
 
 @pytest.mark.parametrize(
-    ("variables", "message"),
+    ("variables", "wrong"),
     [
-        (without(VARIABLES, "JAX_PROCESS_ID"), "JAX_PROCESS_ID is '', not a whole number"),
-        (without(VARIABLES, "JAX_PROCESS_COUNT"), "JAX_PROCESS_ID together, or none"),
-        (VARIABLES | {"JAX_PROCESS_COUNT": "two"}, "JAX_PROCESS_COUNT is 'two'"),
-        (VARIABLES | {"JAX_PROCESS_ID": "4"}, "The last of 4 processes is number 3"),
-        (without(VARIABLES, "JAX_COORDINATOR_ADDRESS"), "set it to HOST:PORT of process 0"),
-        (VARIABLES | {"JAX_COORDINATOR_ADDRESS": "node1"}, "'node1' has no port"),
-        ({"JAX_COORDINATOR_ADDRESS": ADDRESS}, "JAX_PROCESS_ID together, or none"),
-        (without(MPIRUN, "OMPI_MCA_orte_hnp_uri"), "4 processes, but no JAX_COORDINATOR_ADDRESS"),
-        (without(SRUN, "SLURM_LOCALID"), "SLURM_LOCALID is ''"),
+        (without(VARIABLES, "JAX_PROCESS_ID"), "JAX_PROCESS_ID=''"),
+        (without(VARIABLES, "JAX_PROCESS_COUNT"), "JAX_PROCESS_COUNT=''"),
+        (VARIABLES | {"JAX_PROCESS_COUNT": "two"}, "JAX_PROCESS_COUNT='two'"),
+        (VARIABLES | {"JAX_PROCESS_ID": "4"}, "JAX_PROCESS_ID='4'"),
+        (without(VARIABLES, "JAX_COORDINATOR_ADDRESS"), "JAX_COORDINATOR_ADDRESS=None"),
+        (VARIABLES | {"JAX_COORDINATOR_ADDRESS": "node1"}, "JAX_COORDINATOR_ADDRESS='node1'"),
+        ({"JAX_COORDINATOR_ADDRESS": ADDRESS}, "JAX_PROCESS_COUNT='', JAX_PROCESS_ID=''"),
+        (without(MPIRUN, "OMPI_MCA_orte_hnp_uri"), "JAX_COORDINATOR_ADDRESS=None"),
+        (without(SRUN, "SLURM_LOCALID"), "SLURM_LOCALID=''"),
     ],
 )
-def test_incomplete_and_contradicting_variables_are_refused(variables, message):
-    with pytest.raises(UserError, match=message):
+def test_incomplete_and_contradicting_variables_are_refused(variables, wrong):
+    with pytest.raises(UserError, match=f"cannot join others: .*{wrong}.* Set JAX_COORD"):
         find_place(variables)
 
 

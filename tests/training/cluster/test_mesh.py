@@ -33,6 +33,7 @@ def test_one_axis_takes_the_devices_that_are_left(config, sizes):
         (MeshConfig(data=3, fsdp=1), "data=3, fsdp=1, tensor=1 needs 3 devices, and JAX finds 8"),
         (MeshConfig(data=3), "data=3, fsdp=-1, tensor=1 needs a multiple of 3 devices, and JAX"),
         (MeshConfig(data=16), "needs a multiple of 16 devices, and JAX finds 8"),
+        (MeshConfig(data=-1), "data=-1, fsdp=-1, tensor=1 .* only one may be -1"),
     ],
 )
 def test_a_mesh_that_does_not_match_the_devices_is_refused(config, message):
