@@ -146,8 +146,7 @@ def draw(
         labels = [_label(run, smooth) for run in loaded]
         loss.legend(loss.get_lines()[::2], labels, loc="upper right")
         figure.savefig(content, format="png")
-    with writing.write_failures(out.parent, out.name):
-        writing.replace(out, content.getvalue())
+    writing.replace(out, content.getvalue())
 
 
 def _draw_curves(axes: "Axes", key: str, loaded: list[Run], smooth: int) -> None:
