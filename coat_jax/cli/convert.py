@@ -105,7 +105,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _recipe(options: argparse.Namespace) -> "Recipe | None":
     """The recipe that the options describe, None without --to; raises for one without effect."""
-    from coat_jax.cli.model_folder import BYTES
     from coat_jax.quantization import Recipe
 
     given = {name: value for name in OF_RECIPE if (value := getattr(options, name)) is not None}
@@ -116,7 +115,6 @@ def _recipe(options: argparse.Namespace) -> "Recipe | None":
     rounded = "--activations static, and for --to mixed with rounded activations"
     fits = "--fit percentile and --activation-fit percentile"
     effects = [
-        ("tokenizer", options.tokenizer != BYTES or reads, "--calibrate and --balance, if bytes"),
         ("tokens", reads, "--calibrate and --balance"),
         *((name, options.to is not None, "--to int8, fp8 or mixed") for name in quantizing),
         ("calibrate", recipe.needs_calibration, rounded),

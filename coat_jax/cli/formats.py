@@ -5,7 +5,7 @@ For each weight matrix and each format the table shows how many bits are right: 
 mean square of the matrix divided by that of its rounding error. One more bit halves the error.
 
   coat formats out/llama_124m
-  coat formats Llama-3.1-8B --over tensor --fit max --json
+  coat formats Llama-3.1-8B --over tensor --fit max
   coat formats Llama-3.1-8B --formats INT4 E2M1 E3M0 --over group --size 32
   coat formats out/llama_124m --text sample.txt
 
@@ -20,7 +20,6 @@ all linear layers. Their scales are powers of two, one per tensor, from its larg
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,7 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_count(parser, "--tokens", None, "tokens of the text (default: 512)")
     add("--tokenizer", metavar="FILE", help='a tokenizer.json, or "bytes", for --text')
     add("--step", type=int, help=STEP)
-    add("--json", action="store_true", help="print JSON instead of a table")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -70,7 +68,6 @@ def run(options: argparse.Namespace) -> int:
         quantizers = [Quantizer(format_named(n), axis=0, **settings) for n in options.formats]
     except ValueError as error:
         raise UserError(str(error)) from None
-    formats = [quantizer.format for quantizer in quantizers]
     where = expand_user(options.where)
     weights.require_not_quantized(where, "A comparison of formats")
     config = weights.model_config(where)
@@ -79,18 +76,12 @@ def run(options: argparse.Namespace) -> int:
     found = best_formats.weights(parameters, quantizers)
     err = Console(stderr=True)
     rows = track(found, "Measuring", console=err, transient=True, disable=not err.is_terminal)
-    tables = {"weights": [*rows]}
+    print(printable(_table_of("weights", [*rows])))
     if tokens:
         model = weights.load(where, config, step=options.step, note=note)
-        tables["in_training"] = best_formats.in_training(model, formats, tokens)
-    if options.json:
-        listed = {
-            n: [{**row._asdict(), "best": row.best} for row in of] for n, of in tables.items()
-        }
-        print(json.dumps({"model": str(options.where), "settings": settings, **listed}, indent=2))
-    else:
-        for name, of in tables.items():
-            print(printable(_table_of(name.replace("_", " "), of)))
+        formats = [quantizer.format for quantizer in quantizers]
+        in_training = best_formats.in_training(model, formats, tokens)
+        print(printable(_table_of("in training", in_training)))
     return 0
 
 

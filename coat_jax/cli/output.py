@@ -10,7 +10,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -82,14 +82,20 @@ class ClosableStream:
 
     def write(self, text: str) -> int:
         """Writes, or drops, the text."""
-        with _discard_if_it_fails(self._stream):
-            self._stream.write(text)
+        self._try(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
         """Flushes what was written, or drops it."""
-        with _discard_if_it_fails(self._stream):
-            self._stream.flush()
+        self._try(self._stream.flush)
+
+    def _try(self, work: Callable[[], object]) -> None:
+        """If output fails, discards what the stream has buffered, and all that is written later."""
+        try:
+            work()
+        except OSError:
+            with Path(os.devnull).open("w") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -98,18 +104,7 @@ class ClosableStream:
 def discard_broken() -> None:
     """Discards output that nobody reads any more, so that Python ends silently."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
-        with _discard_if_it_fails(stream):
-            stream.flush()
-
-
-@contextlib.contextmanager
-def _discard_if_it_fails(stream: TextIO) -> Iterator[None]:
-    """If output fails, discards what the stream has buffered, and all that is written later."""
-    try:
-        yield
-    except OSError:
-        with Path(os.devnull).open("w") as nowhere:
-            os.dup2(nowhere.fileno(), stream.fileno())
+        ClosableStream(stream).flush()
 
 
 def on_terminal(stream: TextIO | None) -> bool:

@@ -20,7 +20,6 @@ from coat_jax.training.data.paths import are_tokens, files_of, identity
 from coat_jax.training.data.rows import TextRows, Windows
 from coat_jax.training.data.stream import Stream, open_files, read_notes
 from coat_jax.training.data.tokenizing import in_memory
-from coat_jax.validation import brief
 
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -40,13 +39,11 @@ def rows_of(
         vocab: the model's vocabulary; a token outside it is an error.
         seed: decides which conversations share a row.
     """
-    if split not in SPLITS:
-        raise UserError(f"There is no split {brief(split)}: use {' or '.join(map(repr, SPLITS))}.")
     files = {name: _files(config, name) for name in SPLITS if getattr(config, name)}
     notes = {name: read_notes(of) if are_tokens(of) else {} for name, of in files.items()}
     _require_apart(files)
     _require_one_tokenizer(config, files, notes)
-    source = split if split in files else "train"  # of which the end is held out
+    source = split if getattr(config, split) else "train"  # of which the end is held out
     rows: TextRows
     if config.kind == "chat":
         rows = _conversations(config, split, files[source], sequence, vocab, seed)

@@ -41,7 +41,7 @@ NAMED = 8  # tensors in the legend
 # A panel is at most STRETCH times as high as this share of its values: outliers would flatten them.
 SHOWN_QUANTILE, STRETCH = 0.96, 2.5
 SHARES = ("underflow", "subnormal", "saturated", "zero", "floor")  # on a logarithmic scale
-SMALLEST = 1e-6  # share that is drawn; smaller ones, zero too, are drawn as this
+SMALLEST = 1e-6  # share below which the scale is linear, to zero
 TELEMETRY = re.compile(rf"{PREFIX}(?:(?:.*/)?layers/\d+/)?(?P<tensor>.+)/(?P<statistic>\w+)")
 
 
@@ -209,14 +209,9 @@ def _by_tensor(run: Run, statistic: str) -> dict[str, Curve]:
 
 def _draw_tensors(axes: "Axes", statistic: str, tensors: Mapping[str, Curve]) -> None:
     """Draws a line for each tensor; the first of them are in the legend."""
-    lines = []
-    for x, y in tensors.values():
-        drawn = np.maximum(y, SMALLEST) if statistic in SHARES else y
-        lines += axes.plot(x, drawn, marker="o", ms=2)
+    lines = [line for curve in tensors.values() for line in axes.plot(*curve, marker="o", ms=2)]
     if statistic in SHARES:
-        axes.set_yscale("log")
-        axes.set_ylim(SMALLEST / 2, 2)
-        axes.minorticks_off()
+        axes.set_yscale("symlog", linthresh=SMALLEST)
         axes.yaxis.set_major_formatter("{x:g}")
     labels = [printable(tensor) for tensor in tensors][:NAMED]
     axes.figure.legend(lines[:NAMED], labels, loc="outside lower left", ncols=4, fontsize=8)
