@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
     tokens, balance_on = _tokens(options, "calibrate"), _tokens(options, "balance")
     exit_on_signals()
     with progress_bar() as bar:
-        task = bar.add_task("", total=None)
+        task = bar.add_task("Converting", total=None)
         schemes = conversion.convert(
             source,
             out,

@@ -26,15 +26,14 @@ the log probability by the bytes of the choice. Accuracies have 95 % Wilson inte
 import argparse
 import json
 import math
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from coat_jax import evaluation, quantization
 from coat_jax.cli.arguments import add_count, add_model_arguments, require_effects
 from coat_jax.cli.model_folder import ModelFolder, on_devices
-from coat_jax.cli.output import note, on_terminal
+from coat_jax.cli.output import note, progress_bar
 from coat_jax.errors import UserError
 from coat_jax.files import read_text
 from coat_jax.models import Llama
@@ -71,19 +70,15 @@ def run(options: argparse.Namespace) -> int:
     begin = folder.tokenizer.encode("")[:1] or folder.stops[:1]
     texts = {str(file): _text(file, folder, begin) for file in files_of(tuple(options.text))}
     tasks = {str(file): _questions(file, folder, begin) for file in files_of(tuple(options.tasks))}
-    with on_devices(options.devices, AXIS):
-        model = folder.load()
-        of_texts = evaluation.perplexity(
-            model,
-            [tokens for tokens, _ in texts.values()],
-            [size for _, size in texts.values()],
-            window=window,
-            batch=options.batch,
-            progress=_progress("windows"),
-        )
-        of_tasks = evaluation.accuracies(
-            model, [*tasks.values()], batch=options.batch, progress=_progress("choices")
-        )
+    with on_devices(options.devices, AXIS), progress_bar() as bar:
+        model, task = folder.load(), bar.add_task("Evaluating", total=None)
+        how: dict[str, Any] = {
+            "batch": options.batch,
+            "progress": lambda done, of: bar.update(task, completed=done, total=of),
+        }
+        tokens, sizes = [one for one, _ in texts.values()], [size for _, size in texts.values()]
+        of_texts = evaluation.perplexity(model, tokens, sizes, window=window, **how)
+        of_tasks = evaluation.accuracies(model, [*tasks.values()], **how)
     scores = dict(zip(texts, of_texts, strict=True))
     accuracies = dict(zip(tasks, of_tasks, strict=True))
     if options.json:
@@ -118,17 +113,6 @@ def _questions(file: Path, folder: ModelFolder, begin: Sequence[int]) -> list[ev
             f"to fit the model's context={folder.config.context}."
         )
     return questions
-
-
-def _progress(what: str) -> Callable[[int, int], None]:
-    """Shows on a terminal how much is done."""
-
-    def show(done: int, of: int) -> None:
-        if on_terminal(sys.stderr):
-            line = "" if done == of else f"{done:,} of {of:,} {what}"
-            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
-
-    return show
 
 
 def _table_of_texts(scores: dict[str, evaluation.Score]) -> str:

@@ -23,12 +23,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import track
-
 from coat_jax.cli.arguments import STEP, add_count, require_effects
 from coat_jax.cli.model_folder import tokens_of
-from coat_jax.cli.output import note
+from coat_jax.cli.output import note, progress_bar
 from coat_jax.errors import UserError
 from coat_jax.files import expand_user
 from coat_jax.models import Config
@@ -74,9 +71,9 @@ def run(options: argparse.Namespace) -> int:
     tokens = _tokens(options, config) if options.text else []
     parameters = weights.parameters_of(where, config, step=options.step, note=note)
     found = best_formats.weights(parameters, quantizers)
-    err = Console(stderr=True)
-    rows = track(found, "Measuring", console=err, transient=True, disable=not err.is_terminal)
-    print(printable(_table_of("weights", [*rows])))
+    with progress_bar() as bar:
+        rows = [*bar.track(found, description="Measuring")]
+    print(printable(_table_of("weights", rows)))
     if tokens:
         model = weights.load(where, config, step=options.step, note=note)
         formats = [quantizer.format for quantizer in quantizers]

@@ -26,7 +26,6 @@ import numpy as np
 from coat_jax import generation
 from coat_jax.cli.arguments import add_count, add_model_arguments
 from coat_jax.cli.model_folder import ModelFolder, on_devices
-from coat_jax.cli.output import on_terminal
 from coat_jax.errors import UserError
 from coat_jax.files import expand_user, lines_of, parse_json, read_text
 from coat_jax.nn import MeshAxes
@@ -131,7 +130,8 @@ def _print(
 
 def _say(text: str) -> None:
     # A model may write control characters, such as those that move a terminal's cursor.
-    print(printable(text) if on_terminal(sys.stdout) else text, end="", flush=True)
+    on_terminal = sys.stdout is not None and sys.stdout.isatty()  # None if it is closed
+    print(printable(text) if on_terminal else text, end="", flush=True)
 
 
 def _measure(chunks: Iterator[list[list[int]]], spent: np.ndarray) -> Iterator[list[list[int]]]:

@@ -56,22 +56,13 @@ def note(text: str) -> None:
     print(printable(text), file=sys.stderr)
 
 
-def progress_bar(*columns: Any) -> "Progress":
-    """Returns a bar over bytes, after columns of rich; it is drawn on terminals, and removed."""
-    from rich import progress
+def progress_bar() -> "Progress":
+    """Returns a bar that is drawn where standard error is a terminal, and removed."""
     from rich.console import Console
+    from rich.progress import Progress
 
-    console = Console()
-    return progress.Progress(
-        *columns,
-        progress.BarColumn(),
-        progress.DownloadColumn(),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+    console = Console(stderr=True)
+    return Progress(console=console, transient=True, disable=not console.is_terminal)
 
 
 class ClosableStream:
@@ -105,8 +96,3 @@ def discard_broken() -> None:
     """Discards output that nobody reads any more, so that Python ends silently."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         ClosableStream(stream).flush()
-
-
-def on_terminal(stream: TextIO | None) -> bool:
-    """Returns whether this stream is a terminal; None stands for a stream that is closed."""
-    return stream is not None and stream.isatty()

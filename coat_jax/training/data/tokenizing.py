@@ -155,7 +155,7 @@ def write(
     out: Path,
     tokenizer: AnyTokenizer,
     *,
-    progress: Callable[[Encoded], None] = lambda part: None,
+    progress: Callable[[int], None] = lambda size: None,
 ) -> dict[str, Any]:
     """Writes token files to a new folder; returns what `tokens.json` in it says.
 
@@ -163,7 +163,7 @@ def write(
         paths: text files and .jsonl.
         out: the folder.
         tokenizer: makes the tokens.
-        progress: called after each batch that was written.
+        progress: called with the bytes of text that were written since the last call.
     """
     require_new_folder(out, COMMAND)
     notes: dict[str, Any] = {
@@ -185,7 +185,7 @@ def write(
                     file.write(part.tokens.data)
                     tokens += len(part.tokens)
                     notes["documents"] += part.documents
-                    progress(part)
+                    progress(part.size)
                     if tokens >= SHARD and part.ended:
                         break
                 file.seek(0)

@@ -37,11 +37,11 @@ class DeviceMemory(NamedTuple):
 
     parameters: int
     gradients: int
-    optimizer: int
-    activations: int
+    optimizer_state: int
+    saved_activations: int
     peak: int
     limit: int | None
-    on_host: int = 0  # of the optimizer's state
+    optimizer_state_on_host: int = 0
 
     @property
     def fits(self) -> bool:
@@ -62,11 +62,11 @@ def account(
     return DeviceMemory(
         parameters=_shard_bytes(state.params),
         gradients=_gradients(config, split_trained(config, state.params)[0]),
-        optimizer=_shard_bytes(moments) - on_host,
-        activations=saved_activations(config.model, rows, config.sequence_length),
+        optimizer_state=_shard_bytes(moments) - on_host,
+        saved_activations=saved_activations(config.model, rows, config.sequence_length),
         peak=peak,
         limit=(device.memory_stats() or {}).get("bytes_limit"),
-        on_host=on_host,
+        optimizer_state_on_host=on_host,
     )
 
 
@@ -115,17 +115,10 @@ def table(memory: DeviceMemory) -> Table:
     size, unit = (1e9, "GB") if memory.peak >= 1e9 else (1e6, "MB")
     found = Table("", unit, title="Memory of each device", title_justify="left")
     found.columns[1].justify = "right"
-    for name, count in (
-        ("parameters", memory.parameters),
-        ("gradients", memory.gradients),
-        ("optimizer state", memory.optimizer),
-        ("saved activations", memory.activations),
-        ("peak memory of the step", memory.peak),
-        ("the device's limit", memory.limit),
-        ("optimizer state in the host's memory", memory.on_host),
-    ):
+    for name, count in memory._asdict().items():
         if count:
-            found.add_row(name, f"{count / size:.2f}", end_section=name == "saved activations")
+            last = name == "saved_activations"
+            found.add_row(name.replace("_", " "), f"{count / size:.2f}", end_section=last)
     return found
 
 

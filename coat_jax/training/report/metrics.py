@@ -83,17 +83,9 @@ class Metrics:
 
 
 def append(path: Path, line: str) -> None:
-    """Appends a line, whole or not at all, also if the file was moved away as logs are rotated."""
-    rest = f"{line}\n".encode()
-    with path.open("ab", buffering=0) as file:
-        end = file.tell()
-        try:
-            while rest:
-                rest = rest[file.write(rest) :]
-        except OSError:
-            with contextlib.suppress(OSError):
-                file.truncate(end)
-            raise
+    """Appends a line, also if the file was moved away as logs are rotated."""
+    with path.open("ab") as file:
+        file.write(f"{line}\n".encode())
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
