@@ -82,12 +82,13 @@ def run(options: argparse.Namespace) -> int:
     scores = dict(zip(texts, of_texts, strict=True))
     accuracies = dict(zip(tasks, of_tasks, strict=True))
     if options.json:
-        found: dict[str, Any] = {"model": str(options.where), "precision": _precision_of(model)}
-        if scores:
-            texts_as_json = [_score_as_json(file, score) for file, score in scores.items()]
-            found |= {"window": window, "texts": texts_as_json}
-        if accuracies:
-            found["tasks"] = [_accuracies_as_json(file, both) for file, both in accuracies.items()]
+        found = {
+            "model": str(options.where),
+            "precision": _precision_of(model),
+            "window": window,
+            "texts": [_score_as_json(file, score) for file, score in scores.items()],
+            "tasks": [_accuracies_as_json(file, both) for file, both in accuracies.items()],
+        }
         print(json.dumps(found, indent=2))
     else:
         tables = [_table_of_texts(scores)] if scores else []

@@ -80,9 +80,6 @@ def rows_of(
     return rows
 
 
-# --- What training and held-out data must have in common, and what not -------------------------
-
-
 def _files(config: DataConfig, split: Split) -> list[Path]:
     patterns: tuple[str, ...] = getattr(config, split)
     if CORPUS not in patterns:
@@ -133,9 +130,6 @@ def _require_vocab(what: str, needed: int, vocab: int) -> None:
             f"{what} needs a vocabulary of {needed:,}, and the model has one of {vocab:,}. Give it "
             f"at least that, as with --model.vocab {needed}."
         )
-
-
-# --- Which part is held out --------------------------------------------------------------------
 
 
 def _document_at(stream: Stream, place: int, end_of_text: int) -> int:

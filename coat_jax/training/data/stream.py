@@ -106,36 +106,32 @@ def read_notes(paths: list[Path]) -> dict[str, Any]:
 def _open(path: Path, raw_dtype: np.dtype) -> np.ndarray:
     """Finds the tokens by NumPy's header, if the file has one; otherwise by its size."""
     with path.open("rb") as file:
-        if file.read(len(NUMPY_MAGIC)) == NUMPY_MAGIC:
-            return _open_numpy(path)
-    size = path.stat().st_size
+        has_header = file.read(len(NUMPY_MAGIC)) == NUMPY_MAGIC
+    if has_header:
+        try:
+            array = np.lib.format.open_memmap(path, mode="r")
+        except Exception as error:  # NumPy parses the header as Python, which fails in many ways
+            raise UserError(
+                f"{path} is not a complete .npy file of tokens: {error!r}. It is damaged or was "
+                "not copied whole."
+            ) from None
+        if array.ndim != 1 or array.dtype not in (np.uint16, np.uint32):
+            raise UserError(
+                f"{path} holds {array.dtype.name}{list(array.shape)}. Tokens are an array of one "
+                "axis, uint16 or uint32 of this machine's byte order."
+            )
+        return array.view(np.ndarray)
+    size, name = path.stat().st_size, raw_dtype.name
     if not size or size % raw_dtype.itemsize:
         raise UserError(
-            f"{path} has {size:,} bytes, which are not {raw_dtype.name} tokens: it is damaged, or "
-            "holds something else."
+            f"{path} has {size:,} bytes, not {name} tokens: it is damaged, or holds something else."
         )
     # Where uint32 is read as uint16, every second number is small. No vocabulary would refuse it.
     tokens = np.memmap(path, raw_dtype, mode="r").view(np.ndarray)
     low, high = tokens[:LOOKED_AT:2], tokens[1:LOOKED_AT:2]
-    if raw_dtype == np.uint16 and len(tokens) >= LOOKED_AT and low.max() > 16 > high.max():
+    if name == "uint16" and len(tokens) >= LOOKED_AT and low.max() > 16 > high.max():
         raise UserError(
             f"{path} does not look like uint16: every second number is at most {high.max()}. Set "
             "data.dtype to uint32."
         )
     return tokens
-
-
-def _open_numpy(path: Path) -> np.ndarray:
-    try:
-        array = np.lib.format.open_memmap(path, mode="r")
-    except Exception as error:  # NumPy parses the header as Python, which fails in many ways
-        raise UserError(
-            f"{path} is not a complete .npy file of tokens: {error!r}. It is damaged or was not "
-            "copied whole."
-        ) from None
-    if array.ndim != 1 or array.dtype not in (np.uint16, np.uint32):
-        raise UserError(
-            f"{path} holds {array.dtype.name}{list(array.shape)}. Tokens are an array of one axis, "
-            "uint16 or uint32 of this machine's byte order."
-        )
-    return array.view(np.ndarray)

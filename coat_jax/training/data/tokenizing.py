@@ -39,9 +39,6 @@ AHEAD = 2  # batches that are tokenized while the one before is written
 SHARD = 1 << 27  # tokens in a file, plus the rest of its last document
 
 
-# --- Reading ---------------------------------------------------------------------------------
-
-
 class Piece(NamedTuple):
     """Some text of a document."""
 
@@ -90,9 +87,6 @@ def _document(file: TextIO, place: str) -> Iterator[Piece]:
     following = itertools.pairwise(itertools.chain(texts, [""]))
     for number, (text, after) in enumerate(following):
         yield Piece(text, number == 0, not after, len(text.encode()), place)
-
-
-# --- Tokenizing ------------------------------------------------------------------------------
 
 
 class Encoded(NamedTuple):

@@ -39,14 +39,14 @@ class DeviceMemory(NamedTuple):
     gradients: int
     optimizer_state: int
     saved_activations: int
-    peak: int
+    peak_memory: int
     limit: int | None
     optimizer_state_on_host: int = 0
 
     @property
     def fits(self) -> bool:
         """Whether the peak memory is within the limit, as far as that is known."""
-        return self.limit is None or self.peak <= self.limit
+        return self.limit is None or self.peak_memory <= self.limit
 
 
 def account(
@@ -64,7 +64,7 @@ def account(
         gradients=_gradients(config, split_trained(config, state.params)[0]),
         optimizer_state=_shard_bytes(moments) - on_host,
         saved_activations=saved_activations(config.model, rows, config.sequence_length),
-        peak=peak,
+        peak_memory=peak,
         limit=(device.memory_stats() or {}).get("bytes_limit"),
         optimizer_state_on_host=on_host,
     )
@@ -112,7 +112,7 @@ def saved_activations(config: models.ModelConfig, rows: int, sequence: int) -> i
 
 def table(memory: DeviceMemory) -> Table:
     """Returns the account as a table to print."""
-    size, unit = (1e9, "GB") if memory.peak >= 1e9 else (1e6, "MB")
+    size, unit = (1e9, "GB") if memory.peak_memory >= 1e9 else (1e6, "MB")
     found = Table("", unit, title="Memory of each device", title_justify="left")
     found.columns[1].justify = "right"
     for name, count in memory._asdict().items():

@@ -112,7 +112,7 @@ def test_files_that_are_not_what_they_should_be_are_refused(tmp_path):
         open_files([cut], dtype=None)
     for name, size in (("odd.bin", 3), ("empty.bin", 0)):
         (tmp_path / name).write_bytes(b"1" * size)
-        with pytest.raises(UserError, match=f"{name} has {size} bytes, which are not uint16"):
+        with pytest.raises(UserError, match=f"{name} has {size} bytes, not uint16 tokens"):
             open_files([tmp_path / name], dtype=None)
     with pytest.raises(ValueError, match=r"does not look like uint16.* Set data.dtype to uint32"):
         open_files([raw(tmp_path / "a", "uint32")], dtype=None)

@@ -50,7 +50,7 @@ def test_a_devices_share_is_counted():
     assert alone.parameters == alone.gradients == 4 * count
     assert alone.optimizer_state == pytest.approx(8 * count, abs=16)  # and the number of steps
     assert (
-        alone.peak
+        alone.peak_memory
         > alone.parameters + alone.gradients + alone.optimizer_state + alone.saved_activations / 2
     )
     assert (alone.limit, alone.fits) == (None, True)
@@ -58,7 +58,7 @@ def test_a_devices_share_is_counted():
     assert cut.parameters == pytest.approx(alone.parameters / 4, rel=0.02)  # vectors are whole
     assert cut.optimizer_state == pytest.approx(alone.optimizer_state / 4, rel=0.02)
     assert cut.saved_activations == pytest.approx(alone.saved_activations / 4, rel=0.01)
-    assert cut.fits == (cut.peak <= 10**6)
+    assert cut.fits == (cut.peak_memory <= 10**6)
 
 
 def test_accumulated_gradients_are_in_fp32_besides():
@@ -67,7 +67,7 @@ def test_accumulated_gradients_are_in_fp32_besides():
     config = small(model=model, optimizer={"name": "adamw"}, gradient_accumulation_steps=4)
     partitioned = account(config, program=COMPILED)
     assert partitioned.gradients == 2 * partitioned.parameters
-    assert partitioned.peak == 100 + 30 + 90 - 80
+    assert partitioned.peak_memory == 100 + 30 + 90 - 80
 
 
 @pytest.mark.parametrize("tied", [False, True])
