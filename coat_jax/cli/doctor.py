@@ -14,7 +14,7 @@ import importlib.util
 import platform
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 
@@ -36,37 +36,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints the findings; returns 0 if training would work, 1 otherwise."""
-    findings, problems = examine()
-    for name, found in findings:
-        line = f"{name:18} {found}"
-        wrapped = textwrap.fill(line, 96, subsequent_indent=" " * 19, break_on_hyphens=False)
-        print(printable(wrapped))
+    problems = [*_examine()]
     for what, fix in problems:
         print(printable(f"\nproblem: {what}\nfix: {fix}"))
     print("\nTraining does not work here yet." if problems else "\nTraining works here.")
     return 1 if problems else 0
 
 
-def examine() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Returns the findings on this machine, by name, and the problems, each with what fixes it."""
+def _examine() -> Iterator[tuple[str, str]]:
+    """Prints the findings on this machine; yields the problems, each with what fixes it."""
     driver, asked = nvidia_driver(), jax.config.values["jax_platforms"] or ""
     cuda = "gpu"  # the extra of this package with the release of CUDA that the driver supports
     if driver is not None:
         cuda = "cuda13" if int(driver.split(".")[0]) >= FIRST_CUDA_13_DRIVER else "cuda12"
     install = f"pip install -U 'coat_jax[{cuda},train]'"
     unset = f"Unset JAX_PLATFORMS, which is {asked!r}."
-    findings, problems = [("versions", _versions(driver)), ("tested on GPUs", TESTED)], []
+    _print("versions", _versions(driver))
+    _print("tested on GPUs", TESTED)
     if missing := _missing(OF_TRAINER):
-        problems.append((f"The trainer needs {missing}: not installed.", install))
+        yield f"The trainer needs {missing}: not installed.", install
     if (why := why_no_device()) is not None:
         fix = install if driver else f"Install NVIDIA's driver. {unset}"
-        return findings, [*problems, (f"JAX finds no device: {why}", fix)]
+        yield f"JAX finds no device: {why}", fix
+        return
     devices = jax.local_devices()
-    findings += [("device", _device(device)) for device in devices]
+    for device in devices:
+        _print("device", _device(device))
     if driver is not None and all(device.platform != "gpu" for device in devices):
         what = f"JAX sees only the CPU, though there is an NVIDIA driver ({driver})."
         elsewhere = asked and not {"cuda", "gpu"} & set(asked.split(","))
-        problems.append((what, unset if elsewhere else install))
+        yield what, unset if elsewhere else install
 
     capability, runs = dispatch.gpu_capability(), "XLA"
     if capability is None:
@@ -75,12 +74,17 @@ def examine() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
         because = "FP8 needs compute capability 8.9 (Ada) or newer; the GPU has "
         because += dispatch.describe_capability(capability)
         fix = "Train with --precision bf16, or on an Ada, Hopper or Blackwell GPU."
-        problems.append((f"FP8 layers do not run: {because}.", fix))
+        yield f"FP8 layers do not run: {because}.", fix
     elif missing := _missing(TRITON):
         because = f"packages are not installed: {missing}; for Triton, {install}"
     else:
         runs, because = "Triton", f"the GPU has {dispatch.describe_capability(capability)}"
-    return [*findings, ("kernels", f"{runs}, because {because}")], problems
+    _print("kernels", f"{runs}, because {because}")
+
+
+def _print(name: str, found: str) -> None:
+    line = f"{name:18} {found}"
+    print(printable(textwrap.fill(line, 96, subsequent_indent=" " * 19, break_on_hyphens=False)))
 
 
 def _versions(driver: str | None) -> str:

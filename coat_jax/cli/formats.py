@@ -28,14 +28,12 @@ from coat_jax.cli.model_folder import tokens_of
 from coat_jax.cli.output import note, progress_bar
 from coat_jax.errors import UserError
 from coat_jax.files import expand_user
-from coat_jax.models import Config
 from coat_jax.numerics.quantizer import FITS, GRANULARITIES, Quantizer, format_named
 from coat_jax.printable import amount, printable, table
 from coat_jax.training.checkpoint import weights
 from coat_jax.training.report import best_formats
 
 FORMATS = ("INT8", "E2M5", "E3M4", "E4M3", "E5M2")
-SETTINGS = ("over", "fit", "size", "percentile")  # of a quantizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     """Measures each format on each tensor, and prints the tables."""
     of_text = (options.text is not None, "--text FILE")
     require_effects(options, [("tokens", *of_text), ("tokenizer", *of_text)])
-    settings = {name: getattr(options, name) for name in SETTINGS}
+    settings = {name: getattr(options, name) for name in ("over", "fit", "size", "percentile")}
     try:
         quantizers = [Quantizer(format_named(n), axis=0, **settings) for n in options.formats]
     except ValueError as error:
@@ -68,7 +66,12 @@ def run(options: argparse.Namespace) -> int:
     where = expand_user(options.where)
     weights.require_not_quantized(where, "A comparison of formats")
     config = weights.model_config(where)
-    tokens = _tokens(options, config) if options.text else []
+    tokens: list[int] = []
+    if options.text is not None:
+        most = min(config.context, options.tokens or 512)
+        tokens = tokens_of(options.text, where, config, options.tokenizer, most=most)
+        if len(tokens) < 2:
+            raise UserError(f"{options.text} has {amount(len(tokens), 'token')}: give 2 or more.")
     parameters = weights.parameters_of(where, config, step=options.step, note=note)
     found = best_formats.weights(parameters, quantizers)
     with progress_bar() as bar:
@@ -80,15 +83,6 @@ def run(options: argparse.Namespace) -> int:
         in_training = best_formats.in_training(model, formats, tokens)
         print(printable(_table_of("in training", in_training)))
     return 0
-
-
-def _tokens(options: argparse.Namespace, config: Config) -> list[int]:
-    """Returns the tokens of --text."""
-    where, most = expand_user(options.where), min(config.context, options.tokens or 512)
-    tokens = tokens_of(options.text, where, config, options.tokenizer, most=most)
-    if len(tokens) < 2:
-        raise UserError(f"{options.text} has {amount(len(tokens), 'token')}: give 2 or more.")
-    return tokens
 
 
 def _table_of(title: str, rows: Sequence[best_formats.Row]) -> str:

@@ -12,12 +12,9 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from coat_jax.printable import printable
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 
 @contextlib.contextmanager
@@ -56,8 +53,8 @@ def note(text: str) -> None:
     print(printable(text), file=sys.stderr)
 
 
-def progress_bar() -> "Progress":
-    """Returns a bar that is drawn where standard error is a terminal, and removed."""
+def progress_bar() -> Any:
+    """Returns a `rich.progress.Progress`, drawn if standard error is a terminal, and removed."""
     from rich.console import Console
     from rich.progress import Progress
 

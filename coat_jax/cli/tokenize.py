@@ -21,16 +21,12 @@ from coat_jax.training.data.tokenizing import write
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
-    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="text files, .jsonl, patterns")
-    parser.add_argument(
-        "--tokenizer", help="a Hugging Face tokenizer.json; without one, tokens are bytes"
-    )
-    parser.add_argument("--out", type=Path, required=True, help="the folder to make")
-    parser.add_argument(
-        "--end-of-text",
-        type=int,
-        help="the token that ends a document; by default the tokenizer's, such as <|endoftext|>",
-    )
+    add = parser.add_argument
+    add("inputs", nargs="+", metavar="INPUT", help="text files, .jsonl, patterns")
+    add("--tokenizer", help="a Hugging Face tokenizer.json; without one, tokens are bytes")
+    add("--out", type=Path, required=True, help="the folder to make")
+    end = "the token that ends a document; by default the tokenizer's, such as <|endoftext|>"
+    add("--end-of-text", type=int, help=end)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -126,20 +126,15 @@ def encode_files(paths: list[Path], tokenizer: AnyTokenizer) -> Iterator[Encoded
             yield future.result()
 
 
-def require_small(paths: list[Path], limit: int, remedy: str) -> None:
-    """Raises if these files together have more bytes than are tokenized when a run begins."""
-    size = sum(path.stat().st_size for path in paths)
-    if size > limit:
-        raise UserError(
-            f"{listing(paths)} have {size / 2**20:,.0f} MiB, and a run tokenizes up to "
-            f"{limit / 2**20:,.0f} when it begins. {remedy}"
-        )
-
-
 def in_memory(paths: list[Path], tokenizer: AnyTokenizer) -> UInt[np.ndarray, " N"]:
     """Returns all tokens at once; raises if the text is large."""
-    remedy = "Run `coat tokenize` once, and train on the files that it writes."
-    require_small(paths, IN_MEMORY, remedy)
+    size = sum(path.stat().st_size for path in paths)
+    if size > IN_MEMORY:
+        raise UserError(
+            f"{listing(paths)} have {size / 2**20:,.0f} MiB, and a run tokenizes up to "
+            f"{IN_MEMORY / 2**20:,.0f} when it begins. Run `coat tokenize` once, and train on the "
+            "files that it writes."
+        )
     parts = (part.tokens for part in encode_files(paths, tokenizer))
     return np.concatenate([np.empty(0, tokenizer.dtype), *parts])
 
