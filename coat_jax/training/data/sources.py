@@ -41,7 +41,10 @@ def rows_of(
     """
     files = {name: _files(config, name) for name in SPLITS if getattr(config, name)}
     notes = {name: read_notes(of) if are_tokens(of) else {} for name, of in files.items()}
-    _require_apart(files)
+    train = {identity(path): path for path in files["train"]}
+    if both := train.keys() & set(map(identity, files.get("held_out", []))):
+        path = min(train[own] for own in both)
+        raise UserError(f"{path} is named in data.train and in data.held_out: use it in one.")
     _require_one_tokenizer(config, files, notes)
     source = split if getattr(config, split) else "train"  # of which the end is held out
     rows: TextRows
@@ -90,14 +93,6 @@ def _files(config: DataConfig, split: Split) -> list[Path]:
             "no other files, no data.tokenizer, and no data.kind 'chat'. Name files instead."
         )
     return corpus.files_of()[SPLITS.index(split)]
-
-
-def _require_apart(files: Mapping[Split, list[Path]]) -> None:
-    """Raises if a file is both trained on and held out."""
-    train = {identity(path): path for path in files["train"]}
-    if both := train.keys() & set(map(identity, files.get("held_out", []))):
-        path = min(train[own] for own in both)
-        raise UserError(f"{path} is named in data.train and in data.held_out: use it in one.")
 
 
 def _require_one_tokenizer(
