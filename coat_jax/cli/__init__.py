@@ -13,7 +13,6 @@ traceback and ends with code 1.
 
 import argparse
 import contextlib
-import difflib
 import errno
 import importlib
 import os
@@ -49,19 +48,13 @@ FIXABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOENT, e
 FIXABLE |= {errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 BAD_INPUT, INTERRUPTED = UserError.exit_code, 130
 NO_READER = 141  # what shells report of a program that SIGPIPE ended
-UNKNOWN = "unrecognized arguments: "  # how argparse begins an error
 
 
 class Parser(argparse.ArgumentParser):
     """Raises a UserError, without the usage, for wrong arguments."""
 
     def error(self, message: str) -> NoReturn:
-        """Says what is wrong, and what may be meant."""
-        options = [option for action in self._actions for option in action.option_strings]
-        if message.startswith(UNKNOWN):
-            unknown = message.removeprefix(UNKNOWN).split()[0].partition("=")[0].replace("_", "-")
-            near = difflib.get_close_matches(unknown, options, n=1)
-            message += f". Did you mean {near[0]}?" if near else ""
+        """Raises it."""
         raise UserError(f"{message.removeprefix('argument ')} (--help explains)")
 
 
@@ -118,9 +111,7 @@ def _explain_commands(given: list[str]) -> int:
     elif first in ("", "--help", "-h"):
         print(USAGE, *(f"  {name:10} {what}" for name, what in COMMANDS.items()), sep="\n")
     else:
-        near = difflib.get_close_matches(first, COMMANDS, n=1)
-        hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(COMMANDS)}."
-        raise UserError(f"there is no command {first!r}. {hint}")
+        raise UserError(f"there is no command {first!r}. There are {', '.join(COMMANDS)}.")
     return 0 if given else BAD_INPUT
 
 

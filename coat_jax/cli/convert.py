@@ -25,16 +25,15 @@ memory.
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from coat_jax.cli.arguments import STEP, add_count, require_effects
+from coat_jax.cli.model_folder import BYTES, tokens_of
 from coat_jax.cli.output import exit_on_signals, note, progress_bar
 from coat_jax.errors import UserError
 from coat_jax.files import expand_user
 from coat_jax.printable import amount, printable
-
-if TYPE_CHECKING:
-    from coat_jax.quantization import Recipe
+from coat_jax.quantization import Recipe
+from coat_jax.training.checkpoint import conversion, weights
 
 TOKENS = 65_536
 FEW = 512  # tokens of a text that is noted to be short
@@ -72,16 +71,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Converts, and prints a line about the result."""
-    from coat_jax.cli.model_folder import BYTES
-    from coat_jax.training.checkpoint import conversion
-
     source, out = expand_user(options.source), expand_user(options.out)
     recipe = _recipe(options)
     tokenizer = None if options.tokenizer == BYTES else options.tokenizer
     tokens, balance_on = _tokens(options, "calibrate"), _tokens(options, "balance")
     exit_on_signals()
     with progress_bar() as bar:
-        task = bar.add_task("", total=None)
+        task = bar.add_task("Converting", total=None)
         schemes = conversion.convert(
             source,
             out,
@@ -103,11 +99,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _recipe(options: argparse.Namespace) -> "Recipe | None":
+def _recipe(options: argparse.Namespace) -> Recipe | None:
     """The recipe that the options describe, None without --to; raises for one without effect."""
-    from coat_jax.cli.model_folder import BYTES
-    from coat_jax.quantization import Recipe
-
     given = {name: value for name in OF_RECIPE if (value := getattr(options, name)) is not None}
     recipe = Recipe(format=options.to or "int8", leave=tuple(options.leave or ()), **given)
     reads = options.calibrate is not None or options.balance is not None
@@ -116,7 +109,6 @@ def _recipe(options: argparse.Namespace) -> "Recipe | None":
     rounded = "--activations static, and for --to mixed with rounded activations"
     fits = "--fit percentile and --activation-fit percentile"
     effects = [
-        ("tokenizer", options.tokenizer != BYTES or reads, "--calibrate and --balance, if bytes"),
         ("tokens", reads, "--calibrate and --balance"),
         *((name, options.to is not None, "--to int8, fp8 or mixed") for name in quantizing),
         ("calibrate", recipe.needs_calibration, rounded),
@@ -135,9 +127,6 @@ def _recipe(options: argparse.Namespace) -> "Recipe | None":
 
 def _tokens(options: argparse.Namespace, name: str) -> list[int]:
     """The first tokens of the text of --calibrate or --balance; none without it."""
-    from coat_jax.cli.model_folder import tokens_of
-    from coat_jax.training.checkpoint import weights
-
     text, source = getattr(options, name), expand_user(options.source)
     if text is None:
         return []

@@ -1,6 +1,6 @@
 """Check this machine: would training work here, and with which kernels?
 
-  coat doctor           versions, devices and their memory, kernels, the compilation cache
+  coat doctor           versions, devices and their memory, kernels
 
 exit codes:
   0    training works here
@@ -14,16 +14,13 @@ import importlib.util
 import platform
 import re
 import textwrap
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import jax
 
 from coat_jax import __version__, nvidia
-from coat_jax.files import expand_user
 from coat_jax.kernels import dispatch
 from coat_jax.printable import printable
-from coat_jax.training import compilation_cache
 
 TRITON = ("jax-triton", "triton")
 OF_TRAINER = ("grain", "matplotlib", "rich", "tokenizers")
@@ -33,54 +30,42 @@ TESTED = "jax 0.12.0.1, jax-triton 0.4.1, triton 3.9.0"  # in the GPU suite
 FIRST_CUDA_13_DRIVER = 580
 
 
-class Problem(NamedTuple):
-    """A fault and what fixes it; a fatal one keeps training from running as it should."""
-
-    what: str
-    fix: str
-    fatal: bool = False
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares no arguments."""
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints the findings; returns 0 if training would work, 1 otherwise."""
-    findings, problems = examine()
-    for name, found in findings:
-        line = f"{name:18} {found}"
-        wrapped = textwrap.fill(line, 96, subsequent_indent=" " * 19, break_on_hyphens=False)
-        print(printable(wrapped))
-    for problem in problems:
-        print(printable(f"\nproblem: {problem.what}\nfix: {problem.fix}"))
-    works = not any(problem.fatal for problem in problems)
-    print("\nTraining works here." if works else "\nTraining does not work here yet.")
-    return 0 if works else 1
+    problems = [*_examine()]
+    for what, fix in problems:
+        print(printable(f"\nproblem: {what}\nfix: {fix}"))
+    print("\nTraining does not work here yet." if problems else "\nTraining works here.")
+    return 1 if problems else 0
 
 
-def examine() -> tuple[list[tuple[str, str]], list[Problem]]:
-    """Returns the findings on this machine, by name, and what is wrong."""
+def _examine() -> Iterator[tuple[str, str]]:
+    """Prints the findings on this machine; yields the problems, each with what fixes it."""
     driver, asked = nvidia_driver(), jax.config.values["jax_platforms"] or ""
     cuda = "gpu"  # the extra of this package with the release of CUDA that the driver supports
     if driver is not None:
         cuda = "cuda13" if int(driver.split(".")[0]) >= FIRST_CUDA_13_DRIVER else "cuda12"
     install = f"pip install -U 'coat_jax[{cuda},train]'"
     unset = f"Unset JAX_PLATFORMS, which is {asked!r}."
-    findings = [("versions", _versions(driver)), ("tested on GPUs", TESTED)]
-    problems = []
+    _print("versions", _versions(driver))
+    _print("tested on GPUs", TESTED)
     if missing := _missing(OF_TRAINER):
-        what = f"The trainer needs {missing}: not installed."
-        problems.append(Problem(what, "pip install 'coat_jax[train]'", fatal=True))
+        yield f"The trainer needs {missing}: not installed.", install
     if (why := why_no_device()) is not None:
         fix = install if driver else f"Install NVIDIA's driver. {unset}"
-        return findings, [*problems, Problem(f"JAX finds no device: {why}", fix, fatal=True)]
+        yield f"JAX finds no device: {why}", fix
+        return
     devices = jax.local_devices()
-    findings += [("device", _device(device)) for device in devices]
+    for device in devices:
+        _print("device", _device(device))
     if driver is not None and all(device.platform != "gpu" for device in devices):
         what = f"JAX sees only the CPU, though there is an NVIDIA driver ({driver})."
         elsewhere = asked and not {"cuda", "gpu"} & set(asked.split(","))
-        problems.append(Problem(what, unset if elsewhere else install, fatal=True))
+        yield what, unset if elsewhere else install
 
     capability, runs = dispatch.gpu_capability(), "XLA"
     if capability is None:
@@ -89,24 +74,17 @@ def examine() -> tuple[list[tuple[str, str]], list[Problem]]:
         because = "FP8 needs compute capability 8.9 (Ada) or newer; the GPU has "
         because += dispatch.describe_capability(capability)
         fix = "Train with --precision bf16, or on an Ada, Hopper or Blackwell GPU."
-        problems.append(Problem(f"FP8 layers do not run: {because}.", fix, fatal=True))
+        yield f"FP8 layers do not run: {because}.", fix
     elif missing := _missing(TRITON):
-        because = f"packages are not installed: {missing}"
-        fix = f"pip install 'coat_jax[{cuda}]'"
-        problems.append(Problem(f"XLA replaces Triton, because {because}.", fix))
+        because = f"packages are not installed: {missing}; for Triton, {install}"
     else:
         runs, because = "Triton", f"the GPU has {dispatch.describe_capability(capability)}"
-    findings.append(("kernels", f"{runs}, because {because}"))
+    _print("kernels", f"{runs}, because {because}")
 
-    named = jax.config.values["jax_compilation_cache_dir"]
-    folder = named or str(expand_user(compilation_cache.FOLDER))
-    findings.append(("compilation cache", folder))
-    if why := compilation_cache.why_unusable(folder):
-        fix = "Choose another folder: coat train NAME --cache FOLDER"
-        if named:
-            fix = "Set JAX_COMPILATION_CACHE_DIR to another folder, or unset it."
-        problems.append(Problem(f"{why} Every start compiles anew.", fix))
-    return findings, problems
+
+def _print(name: str, found: str) -> None:
+    line = f"{name:18} {found}"
+    print(printable(textwrap.fill(line, 96, subsequent_indent=" " * 19, break_on_hyphens=False)))
 
 
 def _versions(driver: str | None) -> str:

@@ -26,26 +26,19 @@ the log probability by the bytes of the choice. Accuracies have 95 % Wilson inte
 import argparse
 import json
 import math
-import sys
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import jax.numpy as jnp
 
 from coat_jax import evaluation, quantization
 from coat_jax.cli.arguments import add_count, add_model_arguments, require_effects
 from coat_jax.cli.model_folder import ModelFolder, on_devices
-from coat_jax.cli.output import note, on_terminal
+from coat_jax.cli.output import note, progress_bar
 from coat_jax.errors import UserError
 from coat_jax.files import read_text
 from coat_jax.models import Llama
 from coat_jax.nn import MeshAxes
-from coat_jax.precision import PRESETS
 from coat_jax.printable import amount, printable, table
-from coat_jax.quantization.projections import paths_of
-from coat_jax.training import resume_rules
 from coat_jax.training.data.paths import files_of
 from coat_jax.training.overrides import show
 
@@ -72,31 +65,30 @@ def run(options: argparse.Namespace) -> int:
     axis = AXIS if options.devices > 1 else None
     folder = ModelFolder(options, axes=MeshAxes(fsdp=axis), batch_axes=(axis,) if axis else ())
     window = folder.trained_length if options.window is None else options.window
+    if not 2 <= window <= folder.config.context:
+        raise UserError(f"--window {window} must be from 2 to context={folder.config.context}.")
     begin = folder.tokenizer.encode("")[:1] or folder.stops[:1]
     texts = {str(file): _text(file, folder, begin) for file in files_of(tuple(options.text))}
     tasks = {str(file): _questions(file, folder, begin) for file in files_of(tuple(options.tasks))}
-    with on_devices(options.devices, AXIS):
-        model = folder.load()
-        of_texts = evaluation.perplexity(
-            model,
-            [tokens for tokens, _ in texts.values()],
-            [size for _, size in texts.values()],
-            window=window,
-            batch=options.batch,
-            progress=_progress("windows"),
-        )
-        of_tasks = evaluation.accuracies(
-            model, [*tasks.values()], batch=options.batch, progress=_progress("choices")
-        )
+    with on_devices(options.devices, AXIS), progress_bar() as bar:
+        model, task = folder.load(), bar.add_task("Evaluating", total=None)
+        how: dict[str, Any] = {
+            "batch": options.batch,
+            "progress": lambda done, of: bar.update(task, completed=done, total=of),
+        }
+        tokens, sizes = [one for one, _ in texts.values()], [size for _, size in texts.values()]
+        of_texts = evaluation.perplexity(model, tokens, sizes, window=window, **how)
+        of_tasks = evaluation.accuracies(model, [*tasks.values()], **how)
     scores = dict(zip(texts, of_texts, strict=True))
     accuracies = dict(zip(tasks, of_tasks, strict=True))
     if options.json:
-        found: dict[str, Any] = {"model": str(options.where), **_precision_as_json(model)}
-        if scores:
-            texts_as_json = [_score_as_json(file, score) for file, score in scores.items()]
-            found |= {"window": window, "texts": texts_as_json}
-        if accuracies:
-            found["tasks"] = [_accuracies_as_json(file, both) for file, both in accuracies.items()]
+        found = {
+            "model": str(options.where),
+            "precision": _precision_of(model),
+            "window": window,
+            "texts": [_score_as_json(file, score) for file, score in scores.items()],
+            "tasks": [_accuracies_as_json(file, both) for file, both in accuracies.items()],
+        }
         print(json.dumps(found, indent=2))
     else:
         tables = [_table_of_texts(scores)] if scores else []
@@ -122,17 +114,6 @@ def _questions(file: Path, folder: ModelFolder, begin: Sequence[int]) -> list[ev
             f"to fit the model's context={folder.config.context}."
         )
     return questions
-
-
-def _progress(what: str) -> Callable[[int, int], None]:
-    """Shows on a terminal how much is done."""
-
-    def show(done: int, of: int) -> None:
-        if on_terminal(sys.stderr):
-            line = "" if done == of else f"{done:,} of {of:,} {what}"
-            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
-
-    return show
 
 
 def _table_of_texts(scores: dict[str, evaluation.Score]) -> str:
@@ -174,19 +155,8 @@ def _accuracies_as_json(file: str, both: evaluation.Accuracies) -> dict[str, Any
     return listed
 
 
-def _precision_as_json(model: Llama) -> dict[str, Any]:
-    """Returns the name of a preset, or a precision's fields; of a quantized model its formats.
-
-    Layers that were left as they are come last.
-    """
-    schemes = quantization.schemes_of(model) if quantization.is_quantized(model) else {}
-    if not schemes:
-        ours = model.config.precision
-        return {"precision": show(ours) if ours in PRESETS.values() else resume_rules.to_json(ours)}
-    counts = Counter(sorted(schemes.values()))
-    layers = [{**scheme._asdict(), "count": count} for scheme, count in counts.items()]
-    if left := len(paths_of(model.config)) - len(schemes):
-        dtype = jnp.dtype(model.config.dtype).name
-        layers.append({"format": dtype, "activations": "none", "count": left})
-    formats = {scheme.format for scheme in schemes.values()}
-    return {"precision": "mixed" if len(formats) > 1 else formats.pop(), "linear_layers": layers}
+def _precision_of(model: Llama) -> str:
+    """Returns the name of a precision, or the formats of a quantized model's linear layers."""
+    quantized = quantization.is_quantized(model)
+    schemes = quantization.schemes_of(model).values() if quantized else ()
+    return " ".join(sorted({scheme.format for scheme in schemes})) or show(model.config.precision)

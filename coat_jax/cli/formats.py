@@ -5,7 +5,7 @@ For each weight matrix and each format the table shows how many bits are right: 
 mean square of the matrix divided by that of its rounding error. One more bit halves the error.
 
   coat formats out/llama_124m
-  coat formats Llama-3.1-8B --over tensor --fit max --json
+  coat formats Llama-3.1-8B --over tensor --fit max
   coat formats Llama-3.1-8B --formats INT4 E2M1 E3M0 --over group --size 32
   coat formats out/llama_124m --text sample.txt
 
@@ -20,26 +20,20 @@ all linear layers. Their scales are powers of two, one per tensor, from its larg
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import track
-
 from coat_jax.cli.arguments import STEP, add_count, require_effects
 from coat_jax.cli.model_folder import tokens_of
-from coat_jax.cli.output import note
+from coat_jax.cli.output import note, progress_bar
 from coat_jax.errors import UserError
 from coat_jax.files import expand_user
-from coat_jax.models import Config
 from coat_jax.numerics.quantizer import FITS, GRANULARITIES, Quantizer, format_named
 from coat_jax.printable import amount, printable, table
 from coat_jax.training.checkpoint import weights
 from coat_jax.training.report import best_formats
 
 FORMATS = ("INT8", "E2M5", "E3M4", "E4M3", "E5M2")
-SETTINGS = ("over", "fit", "size", "percentile")  # of a quantizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,49 +52,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_count(parser, "--tokens", None, "tokens of the text (default: 512)")
     add("--tokenizer", metavar="FILE", help='a tokenizer.json, or "bytes", for --text')
     add("--step", type=int, help=STEP)
-    add("--json", action="store_true", help="print JSON instead of a table")
 
 
 def run(options: argparse.Namespace) -> int:
     """Measures each format on each tensor, and prints the tables."""
     of_text = (options.text is not None, "--text FILE")
     require_effects(options, [("tokens", *of_text), ("tokenizer", *of_text)])
-    settings = {name: getattr(options, name) for name in SETTINGS}
+    settings = {name: getattr(options, name) for name in ("over", "fit", "size", "percentile")}
     try:
         quantizers = [Quantizer(format_named(n), axis=0, **settings) for n in options.formats]
     except ValueError as error:
         raise UserError(str(error)) from None
-    formats = [quantizer.format for quantizer in quantizers]
     where = expand_user(options.where)
     weights.require_not_quantized(where, "A comparison of formats")
     config = weights.model_config(where)
-    tokens = _tokens(options, config) if options.text else []
+    tokens: list[int] = []
+    if options.text is not None:
+        most = min(config.context, options.tokens or 512)
+        tokens = tokens_of(options.text, where, config, options.tokenizer, most=most)
+        if len(tokens) < 2:
+            raise UserError(f"{options.text} has {amount(len(tokens), 'token')}: give 2 or more.")
     parameters = weights.parameters_of(where, config, step=options.step, note=note)
     found = best_formats.weights(parameters, quantizers)
-    err = Console(stderr=True)
-    rows = track(found, "Measuring", console=err, transient=True, disable=not err.is_terminal)
-    tables = {"weights": [*rows]}
+    with progress_bar() as bar:
+        rows = [*bar.track(found, description="Measuring")]
+    print(printable(_table_of("weights", rows)))
     if tokens:
         model = weights.load(where, config, step=options.step, note=note)
-        tables["in_training"] = best_formats.in_training(model, formats, tokens)
-    if options.json:
-        listed = {
-            n: [{**row._asdict(), "best": row.best} for row in of] for n, of in tables.items()
-        }
-        print(json.dumps({"model": str(options.where), "settings": settings, **listed}, indent=2))
-    else:
-        for name, of in tables.items():
-            print(printable(_table_of(name.replace("_", " "), of)))
+        formats = [quantizer.format for quantizer in quantizers]
+        in_training = best_formats.in_training(model, formats, tokens)
+        print(printable(_table_of("in training", in_training)))
     return 0
-
-
-def _tokens(options: argparse.Namespace, config: Config) -> list[int]:
-    """Returns the tokens of --text."""
-    where, most = expand_user(options.where), min(config.context, options.tokens or 512)
-    tokens = tokens_of(options.text, where, config, options.tokenizer, most=most)
-    if len(tokens) < 2:
-        raise UserError(f"{options.text} has {amount(len(tokens), 'token')}: give 2 or more.")
-    return tokens
 
 
 def _table_of(title: str, rows: Sequence[best_formats.Row]) -> str:

@@ -21,10 +21,11 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from coat_jax import generation
 from coat_jax.cli.arguments import add_count, add_model_arguments
 from coat_jax.cli.model_folder import ModelFolder, on_devices
-from coat_jax.cli.output import on_terminal
 from coat_jax.errors import UserError
 from coat_jax.files import expand_user, lines_of, parse_json, read_text
 from coat_jax.nn import MeshAxes
@@ -68,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     generation.require_prompts(folder.config, prompts, max_tokens=options.max_tokens)
     with on_devices(options.devices, TENSOR):
         model = folder.load()
-        speed = _Speed()
+        spent = np.zeros((2, 2))
         try:
             for first in range(0, len(prompts), options.batch):
                 batch = slice(first, first + options.batch)
@@ -81,10 +82,13 @@ def run(options: argparse.Namespace) -> int:
                     first=first,
                 )
                 _say(BETWEEN if first else "")
-                _print(folder.tokenizer, texts[batch], prompts[batch], speed.measure(chunks))
+                _print(folder.tokenizer, texts[batch], prompts[batch], _measure(chunks, spent))
         finally:  # an error begins on a line of its own
             _say("\n")
-    print(speed, file=sys.stderr)
+    (first_seconds, _), (seconds, tokens) = spent
+    rate = f", then {tokens / seconds:,.0f} tokens/s" if seconds else ""
+    until = f"{first_seconds:.1f} s until the first{rate}"
+    print(f"{spent[:, 1].sum():,.0f} tokens; {until}.", file=sys.stderr)
     return 0
 
 
@@ -126,26 +130,18 @@ def _print(
 
 def _say(text: str) -> None:
     # A model may write control characters, such as those that move a terminal's cursor.
-    print(printable(text) if on_terminal(sys.stdout) else text, end="", flush=True)
+    on_terminal = sys.stdout is not None and sys.stdout.isatty()  # None if it is closed
+    print(printable(text) if on_terminal else text, end="", flush=True)
 
 
-class _Speed:
-    """Counts tokens and time; the first token of a batch waits for its prompts and for XLA."""
+def _measure(chunks: Iterator[list[list[int]]], spent: np.ndarray) -> Iterator[list[list[int]]]:
+    """Passes the chunks through, and adds up their seconds and tokens in `spent`.
 
-    def __init__(self) -> None:
-        self.seconds, self.tokens = [0.0, 0.0], [0, 0]  # of the first chunks, and of the others
-
-    def measure(self, chunks: Iterator[list[list[int]]]) -> Iterator[list[list[int]]]:
-        """Passes the chunks through, and counts their tokens and their time."""
-        last = time.perf_counter()
-        for number, chunk in enumerate(chunks):
-            now = time.perf_counter()
-            self.seconds[number > 0] += now - last
-            self.tokens[number > 0] += sum(map(len, chunk))
-            last = now
-            yield chunk
-
-    def __str__(self) -> str:
-        (first, others), tokens = self.seconds, self.tokens
-        rate = f", then {tokens[1] / others:,.0f} tokens/s" if others else ""
-        return f"{sum(tokens):,} tokens; {first:.1f} s until the first{rate}."
+    Its first row is for the first chunk, which waits for the prompts and for XLA.
+    """
+    last = time.perf_counter()
+    for number, chunk in enumerate(chunks):
+        now = time.perf_counter()
+        spent[min(number, 1)] += now - last, sum(map(len, chunk))
+        last = now
+        yield chunk

@@ -10,14 +10,11 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from coat_jax.printable import printable
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 
 @contextlib.contextmanager
@@ -56,22 +53,13 @@ def note(text: str) -> None:
     print(printable(text), file=sys.stderr)
 
 
-def progress_bar(*columns: Any) -> "Progress":
-    """Returns a bar over bytes, after columns of rich; it is drawn on terminals, and removed."""
-    from rich import progress
+def progress_bar() -> Any:
+    """Returns a `rich.progress.Progress`, drawn if standard error is a terminal, and removed."""
     from rich.console import Console
+    from rich.progress import Progress
 
-    console = Console()
-    return progress.Progress(
-        *columns,
-        progress.BarColumn(),
-        progress.DownloadColumn(),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+    console = Console(stderr=True)
+    return Progress(console=console, transient=True, disable=not console.is_terminal)
 
 
 class ClosableStream:
@@ -82,14 +70,20 @@ class ClosableStream:
 
     def write(self, text: str) -> int:
         """Writes, or drops, the text."""
-        with _discard_if_it_fails(self._stream):
-            self._stream.write(text)
+        self._try(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
         """Flushes what was written, or drops it."""
-        with _discard_if_it_fails(self._stream):
-            self._stream.flush()
+        self._try(self._stream.flush)
+
+    def _try(self, work: Callable[[], object]) -> None:
+        """If output fails, discards what the stream has buffered, and all that is written later."""
+        try:
+            work()
+        except OSError:
+            with Path(os.devnull).open("w") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -98,20 +92,4 @@ class ClosableStream:
 def discard_broken() -> None:
     """Discards output that nobody reads any more, so that Python ends silently."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
-        with _discard_if_it_fails(stream):
-            stream.flush()
-
-
-@contextlib.contextmanager
-def _discard_if_it_fails(stream: TextIO) -> Iterator[None]:
-    """If output fails, discards what the stream has buffered, and all that is written later."""
-    try:
-        yield
-    except OSError:
-        with Path(os.devnull).open("w") as nowhere:
-            os.dup2(nowhere.fileno(), stream.fileno())
-
-
-def on_terminal(stream: TextIO | None) -> bool:
-    """Returns whether this stream is a terminal; None stands for a stream that is closed."""
-    return stream is not None and stream.isatty()
+        ClosableStream(stream).flush()

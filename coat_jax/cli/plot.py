@@ -15,9 +15,12 @@ from pathlib import Path
 
 from coat_jax.cli.arguments import add_count
 from coat_jax.files import expand_user
+from coat_jax.numerics.statistics import Statistics
 from coat_jax.printable import printable
+from coat_jax.telemetry import MomentStatistics
+from coat_jax.training.report import plot
 
-STATISTICS = ("underflow", "subnormal", "saturated", "headroom", "error", "zero", "floor", "k")
+STATISTICS = tuple(dict.fromkeys((*Statistics._fields, *MomentStatistics._fields)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Draws, and prints the name of the picture."""
-    from coat_jax.training.report import plot
-
     paths = [expand_user(path) for path in options.runs]
     alone = len(paths) == 1 and paths[0].is_dir()
     folder = paths[0] if alone else paths[0].absolute().parent

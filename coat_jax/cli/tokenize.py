@@ -16,41 +16,30 @@ from coat_jax.files import expand_user
 from coat_jax.printable import amount, printable
 from coat_jax.tokenizers import document_tokenizer
 from coat_jax.training.data.paths import are_tokens, files_of
-from coat_jax.training.data.tokenizing import Encoded, write
+from coat_jax.training.data.tokenizing import write
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
-    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="text files, .jsonl, patterns")
-    parser.add_argument(
-        "--tokenizer", help="a Hugging Face tokenizer.json; without one, tokens are bytes"
-    )
-    parser.add_argument("--out", type=Path, required=True, help="the folder to make")
-    parser.add_argument(
-        "--end-of-text",
-        type=int,
-        help="the token that ends a document; by default the tokenizer's, such as <|endoftext|>",
-    )
+    add = parser.add_argument
+    add("inputs", nargs="+", metavar="INPUT", help="text files, .jsonl, patterns")
+    add("--tokenizer", help="a Hugging Face tokenizer.json; without one, tokens are bytes")
+    add("--out", type=Path, required=True, help="the folder to make")
+    end = "the token that ends a document; by default the tokenizer's, such as <|endoftext|>"
+    add("--end-of-text", type=int, help=end)
 
 
 def run(options: argparse.Namespace) -> int:
     """Tokenizes, and prints a summary."""
-    from rich.progress import TextColumn
-
     out = expand_user(options.out)
     paths = files_of(tuple(options.inputs))
     if are_tokens(paths):
         raise UserError(f"{paths[0]} holds tokens already: name text files or .jsonl.")
     tokenizer = document_tokenizer(options.tokenizer, options.end_of_text)
     exit_on_signals()
-    with progress_bar(TextColumn("{task.fields[tokens]:,} tokens")) as bar:
-        task = bar.add_task("", total=sum(path.stat().st_size for path in paths), tokens=0)
-
-        def advance(part: Encoded) -> None:
-            so_far = bar.tasks[0].fields["tokens"] + len(part.tokens)
-            bar.update(task, advance=part.size, tokens=so_far)
-
-        notes = write(paths, out, tokenizer, progress=advance)
+    with progress_bar() as bar:
+        task = bar.add_task("Tokenizing", total=sum(path.stat().st_size for path in paths))
+        notes = write(paths, out, tokenizer, progress=lambda size: bar.advance(task, size))
     summary = (
         f"{amount(notes['tokens'], 'token')} of {amount(notes['documents'], 'document')} as "
         f"{notes['dtype']} in {amount(len(notes['files']), 'file')}, vocabulary "

@@ -39,7 +39,6 @@ STOPPED = 143
 EXAMPLE = "llama_tiny"  # whose values the help shows without a config
 HELP = {"--help", "-h", "--help-all"}
 FLAGS = HELP | {"--print-config", "--debug"}
-OPTIONAL = "[--print-config] [--help] [--help-all] [--debug]"
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -63,7 +62,7 @@ def run(arguments: Sequence[str]) -> int:
 def _help(name: str, config: TrainConfig, *, all_fields: bool) -> str:
     """Explains the fields that people set first, or all; without a name after the manual."""
     known, command = fields(config), f"coat train {name or 'CONFIG'}"
-    usage = f"usage: {command} [--field value ...] {OPTIONAL}"
+    usage = f"usage: {command} [--field value ...] [--print-config] [--help] [--help-all] [--debug]"
     if all_fields:
         return f"{usage}\n\n{explain(known)}"
     manual = [] if name else [__doc__.strip()]

@@ -4,6 +4,7 @@ import dataclasses
 from argparse import ArgumentParser
 from collections.abc import Sequence
 
+from coat_jax.tokenizers import digest_of
 from coat_jax.training.data import corpus
 from experiments.row_files import Row, digest
 from experiments.stability.arms import ARMS, BASELINE, SIZES
@@ -47,7 +48,7 @@ def declare(parser: ArgumentParser) -> None:
 def prepare(call: Call, rows: list[Row], only_plan: bool) -> str:
     """The digest of the text, which coat_jax makes when it is first loaded."""
     del call, rows, only_plan
-    return corpus.load().digest
+    return digest_of(b"".join(part.tobytes() for part in corpus.load()))
 
 
 def together(call: Call) -> int:

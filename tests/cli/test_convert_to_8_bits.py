@@ -229,9 +229,6 @@ def test_a_folder_without_a_tokenizer_may_be_given_one(text, tmp_path, capsys):
         assert (tmp_path / name / "tokenizer.json").read_bytes() == words.read_bytes()
     assert convert(folder, tmp_path / "c", *static, "--tokenizer", "bytes") == 0
     assert not (tmp_path / "c" / "tokenizer.json").exists()
-    capsys.readouterr()
-    said = refused(capsys, "convert", folder, tmp_path / "no", "--tokenizer", "bytes")
-    assert "--tokenizer is for --calibrate" in said
 
 
 @pytest.mark.parametrize(("tokens", "said"), [(1, "sees 1 token only"), (600, "")])

@@ -11,8 +11,9 @@ from cli_cases import save_run, write_words
 from small_model import SMALL, filled
 
 from coat_jax import generation
-from coat_jax.cli import evaluate, generate, main
+from coat_jax.cli import generate, main
 from coat_jax.cli.model_folder import ModelFolder
+from coat_jax.cli.output import progress_bar
 from coat_jax.errors import UserError
 from coat_jax.models import hf
 
@@ -150,7 +151,8 @@ def test_a_terminal_is_not_sent_control_characters_and_output_may_be_closed(monk
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
     generate._say("text")
-    evaluate._progress("windows")(1, 2)
+    with progress_bar() as bar:
+        bar.add_task("")
 
 
 # --- What follows from the folder ------------------------------------------------------------

@@ -90,10 +90,8 @@ def test_a_bug_shows_where_it_is(command, error):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["trian"], "coat: there is no command 'trian'. Did you mean train?"),
+        (["trian"], "coat: there is no command 'trian'. There are train, generate"),
         (["\x1b[2J"], r"coat: there is no command '\x1b[2J'. There are train, generate"),
-        (["generate", "x", "--promt", "y"], "arguments: --promt y. Did you mean --prompt?"),
-        (["generate", "x", "--max_tokens=3"], "arguments: --max_tokens=3. Did you mean --max-tok"),
         (["generate", "x", "--qqq"], "coat generate: unrecognized arguments: --qqq (--help"),
         (["generate", "x", "y"], "coat generate: unrecognized arguments: y (--help"),
         (["tokenize"], "required: INPUT, --out (--help explains)"),

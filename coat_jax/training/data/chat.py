@@ -23,7 +23,7 @@ from coat_jax.files import json_lines
 from coat_jax.tokenizers import After, AnyTokenizer
 from coat_jax.training.data.packing import Documents
 from coat_jax.training.data.paths import listing
-from coat_jax.training.data.tokenizing import encode, require_small
+from coat_jax.training.data.tokenizing import encode
 from coat_jax.validation import brief
 
 ROLES = ("system", "user", "assistant")
@@ -31,7 +31,6 @@ LEARNED = "assistant"
 PARTS = ("role", "content", "end")  # of a template
 FIELDS = ("role", "content", "weight")
 TOGETHER = 8192  # messages that are tokenized at once
-IN_MEMORY = 2 << 30  # bytes of files: their tokens are kept in memory
 
 
 class Message(NamedTuple):
@@ -66,7 +65,6 @@ def spelling(template: str) -> str:
 
 def read(paths: list[Path], tokenizer: AnyTokenizer, template: str) -> Documents:
     """Returns the conversations of these files as tokens, written as the template says."""
-    require_small(paths, IN_MEMORY, "Divide the conversations among several runs.")
     head, after_content, after_end = parts_of(template)
     after_another: After = "text" if after_end else "end"
     heads = {

@@ -2,7 +2,7 @@
 
 It is on every machine that runs these programs, it is text with structure at every scale, and
 it needs neither a download nor a tokenizer: a token is a byte, the vocabulary has 256 entries.
-Another release of Python has another corpus; `Corpus.digest` tells them apart.
+Another release of Python has another corpus.
 
 Whole files are held out, every 20th, so that the held-out loss is over text that was not seen.
 """
@@ -15,8 +15,6 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import UInt8
 
-from coat_jax.tokenizers import digest_of
-
 HELD_OUT = 20  # every n-th file is held out
 # Tests, what others installed, and the record of how this Python was built.
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -28,11 +26,6 @@ class Corpus(NamedTuple):
 
     train: UInt8[np.ndarray, " N"]
     held_out: UInt8[np.ndarray, " M"]
-
-    @property
-    def digest(self) -> str:
-        """Returns a hash of these bytes: runs with the same digest read the same text."""
-        return digest_of(self.train.tobytes() + self.held_out.tobytes())
 
 
 @functools.cache  # a run loads the training part first, and the held-out part later

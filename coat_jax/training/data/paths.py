@@ -19,8 +19,17 @@ def files_of(patterns: tuple[str, ...]) -> list[Path]:
     """Returns the files of these paths and patterns, in this order; those of a pattern by name."""
     named: dict[tuple[int, int], Path] = {}
     for pattern in patterns:
-        for path in _files(pattern):
-            named.setdefault(identity(path), path)
+        path = expand_user(pattern)
+        found = [path]
+        if glob.has_magic(str(path)) and not path.exists():
+            # Path.glob would follow no links to folders.
+            matches = map(Path, glob.glob(str(path), recursive=True))  # noqa: PTH207
+            found = sorted(match for match in matches if not match.is_dir())
+        if not found:
+            raise MissingFile(f"No file matches {pattern}, searched from {Path.cwd()}.")
+        for match in found:
+            require_regular(match)
+            named.setdefault(identity(match), match)
     return list(named.values())
 
 
@@ -45,17 +54,3 @@ def identity(path: Path) -> tuple[int, int]:
     """Returns an identity that all names of a file share, links included."""
     found = path.stat()
     return found.st_dev, found.st_ino
-
-
-def _files(pattern: str) -> list[Path]:
-    path = expand_user(pattern)
-    found = [path]
-    if glob.has_magic(str(path)) and not path.exists():
-        # Path.glob would follow no links to folders.
-        matches = map(Path, glob.glob(str(path), recursive=True))  # noqa: PTH207
-        found = sorted(match for match in matches if not match.is_dir())
-    if not found:
-        raise MissingFile(f"No file matches {pattern}, searched from {Path.cwd()}.")
-    for match in found:
-        require_regular(match)
-    return found

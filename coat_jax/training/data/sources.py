@@ -20,7 +20,6 @@ from coat_jax.training.data.paths import are_tokens, files_of, identity
 from coat_jax.training.data.rows import TextRows, Windows
 from coat_jax.training.data.stream import Stream, open_files, read_notes
 from coat_jax.training.data.tokenizing import in_memory
-from coat_jax.validation import brief
 
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -40,13 +39,14 @@ def rows_of(
         vocab: the model's vocabulary; a token outside it is an error.
         seed: decides which conversations share a row.
     """
-    if split not in SPLITS:
-        raise UserError(f"There is no split {brief(split)}: use {' or '.join(map(repr, SPLITS))}.")
     files = {name: _files(config, name) for name in SPLITS if getattr(config, name)}
     notes = {name: read_notes(of) if are_tokens(of) else {} for name, of in files.items()}
-    _require_apart(files)
+    train = {identity(path): path for path in files["train"]}
+    if both := train.keys() & set(map(identity, files.get("held_out", []))):
+        path = min(train[own] for own in both)
+        raise UserError(f"{path} is named in data.train and in data.held_out: use it in one.")
     _require_one_tokenizer(config, files, notes)
-    source = split if split in files else "train"  # of which the end is held out
+    source = split if getattr(config, split) else "train"  # of which the end is held out
     rows: TextRows
     if config.kind == "chat":
         rows = _conversations(config, split, files[source], sequence, vocab, seed)
@@ -83,9 +83,6 @@ def rows_of(
     return rows
 
 
-# --- What training and held-out data must have in common, and what not -------------------------
-
-
 def _files(config: DataConfig, split: Split) -> list[Path]:
     patterns: tuple[str, ...] = getattr(config, split)
     if CORPUS not in patterns:
@@ -96,14 +93,6 @@ def _files(config: DataConfig, split: Split) -> list[Path]:
             "no other files, no data.tokenizer, and no data.kind 'chat'. Name files instead."
         )
     return corpus.files_of()[SPLITS.index(split)]
-
-
-def _require_apart(files: Mapping[Split, list[Path]]) -> None:
-    """Raises if a file is both trained on and held out."""
-    train = {identity(path): path for path in files["train"]}
-    if both := train.keys() & set(map(identity, files.get("held_out", []))):
-        path = min(train[own] for own in both)
-        raise UserError(f"{path} is named in data.train and in data.held_out: use it in one.")
 
 
 def _require_one_tokenizer(
@@ -136,9 +125,6 @@ def _require_vocab(what: str, needed: int, vocab: int) -> None:
             f"{what} needs a vocabulary of {needed:,}, and the model has one of {vocab:,}. Give it "
             f"at least that, as with --model.vocab {needed}."
         )
-
-
-# --- Which part is held out --------------------------------------------------------------------
 
 
 def _document_at(stream: Stream, place: int, end_of_text: int) -> int:

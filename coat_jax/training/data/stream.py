@@ -11,7 +11,6 @@ samples when the data is opened, so most wrong files fail at once.
 """
 
 import bisect
-import dataclasses
 import hashlib
 import itertools
 from collections.abc import Mapping
@@ -35,24 +34,6 @@ LOOKED_AT = 4096  # tokens from which a wrong dtype is recognized
 SAMPLES, SAMPLE = 256, 1 << 16  # a digest reads this many pieces, of this many tokens
 
 
-@dataclasses.dataclass(frozen=True)
-class TokenFile:
-    """A file, of which a slice is read each time: it is neither in memory nor held open."""
-
-    path: Path
-    dtype: np.dtype
-    offset: int  # of the first token, in bytes
-    length: int  # in tokens
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, part: slice) -> UInt[np.ndarray, " N"]:
-        start, stop, _ = part.indices(self.length)
-        offset = self.offset + start * self.dtype.itemsize
-        return np.fromfile(self.path, self.dtype, stop - start, offset=offset)
-
-
 class Stream:
     """Tokens, one part after another.
 
@@ -61,7 +42,7 @@ class Stream:
         vocab: the model's vocabulary; reading a token outside it raises UserError.
     """
 
-    def __init__(self, parts: Mapping[str, TokenFile | UInt[np.ndarray, " _"]], vocab: int):
+    def __init__(self, parts: Mapping[str, UInt[np.ndarray, " _"]], vocab: int):
         self.name, self._vocab = listing([*parts]), vocab
         self._names, self._parts = list(parts), list(parts.values())
         self._ends = list(itertools.accumulate(map(len, self._parts)))
@@ -95,8 +76,8 @@ class Stream:
         return hashed.hexdigest()
 
 
-def open_files(paths: list[Path], *, dtype: str | None) -> dict[str, TokenFile]:
-    """Looks at the headers and sizes of token files; returns them by their names.
+def open_files(paths: list[Path], *, dtype: str | None) -> dict[str, UInt[np.ndarray, " _"]]:
+    """Looks at the headers and sizes of token files; maps them, and returns them by their names.
 
     Args:
         paths: the files.
@@ -122,39 +103,35 @@ def read_notes(paths: list[Path]) -> dict[str, Any]:
     return notes[0]
 
 
-def _open(path: Path, raw_dtype: np.dtype) -> TokenFile:
+def _open(path: Path, raw_dtype: np.dtype) -> np.ndarray:
     """Finds the tokens by NumPy's header, if the file has one; otherwise by its size."""
     with path.open("rb") as file:
-        if file.read(len(NUMPY_MAGIC)) == NUMPY_MAGIC:
-            return _open_numpy(path)
-    size = path.stat().st_size
-    if size % raw_dtype.itemsize:
+        has_header = file.read(len(NUMPY_MAGIC)) == NUMPY_MAGIC
+    if has_header:
+        try:
+            array = np.lib.format.open_memmap(path, mode="r")
+        except Exception as error:  # NumPy parses the header as Python, which fails in many ways
+            raise UserError(
+                f"{path} is not a complete .npy file of tokens: {error!r}. It is damaged or was "
+                "not copied whole."
+            ) from None
+        if array.ndim != 1 or array.dtype not in (np.uint16, np.uint32):
+            raise UserError(
+                f"{path} holds {array.dtype.name}{list(array.shape)}. Tokens are an array of one "
+                "axis, uint16 or uint32 of this machine's byte order."
+            )
+        return array.view(np.ndarray)
+    size, name = path.stat().st_size, raw_dtype.name
+    if not size or size % raw_dtype.itemsize:
         raise UserError(
-            f"{path} has {size:,} bytes, no multiple of {raw_dtype.name}'s {raw_dtype.itemsize}: "
-            "it is damaged, or holds something else."
+            f"{path} has {size:,} bytes, not {name} tokens: it is damaged, or holds something else."
         )
     # Where uint32 is read as uint16, every second number is small. No vocabulary would refuse it.
-    tokens = np.fromfile(path, raw_dtype, LOOKED_AT)
-    low, high = tokens[::2], tokens[1::2]
-    if raw_dtype == np.uint16 and len(tokens) == LOOKED_AT and low.max() > 16 > high.max():
+    tokens = np.memmap(path, raw_dtype, mode="r").view(np.ndarray)
+    low, high = tokens[:LOOKED_AT:2], tokens[1:LOOKED_AT:2]
+    if name == "uint16" and len(tokens) >= LOOKED_AT and low.max() > 16 > high.max():
         raise UserError(
             f"{path} does not look like uint16: every second number is at most {high.max()}. Set "
             "data.dtype to uint32."
         )
-    return TokenFile(path, raw_dtype, 0, size // raw_dtype.itemsize)
-
-
-def _open_numpy(path: Path) -> TokenFile:
-    try:
-        array = np.lib.format.open_memmap(path, mode="r")
-    except Exception as error:  # NumPy parses the header as Python, which fails in many ways
-        raise UserError(
-            f"{path} is not a complete .npy file of tokens: {error!r}. It is damaged or was not "
-            "copied whole."
-        ) from None
-    if array.ndim != 1 or array.dtype not in (np.uint16, np.uint32):
-        raise UserError(
-            f"{path} holds {array.dtype.name}{list(array.shape)}. Tokens are an array of one axis, "
-            "uint16 or uint32 of this machine's byte order."
-        )
-    return TokenFile(path, array.dtype, array.offset, len(array))
+    return tokens

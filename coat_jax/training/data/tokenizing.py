@@ -39,9 +39,6 @@ AHEAD = 2  # batches that are tokenized while the one before is written
 SHARD = 1 << 27  # tokens in a file, plus the rest of its last document
 
 
-# --- Reading ---------------------------------------------------------------------------------
-
-
 class Piece(NamedTuple):
     """Some text of a document."""
 
@@ -92,9 +89,6 @@ def _document(file: TextIO, place: str) -> Iterator[Piece]:
         yield Piece(text, number == 0, not after, len(text.encode()), place)
 
 
-# --- Tokenizing ------------------------------------------------------------------------------
-
-
 class Encoded(NamedTuple):
     """The tokens of some pieces of text."""
 
@@ -132,20 +126,15 @@ def encode_files(paths: list[Path], tokenizer: AnyTokenizer) -> Iterator[Encoded
             yield future.result()
 
 
-def require_small(paths: list[Path], limit: int, remedy: str) -> None:
-    """Raises if these files together have more bytes than are tokenized when a run begins."""
-    size = sum(path.stat().st_size for path in paths)
-    if size > limit:
-        raise UserError(
-            f"{listing(paths)} have {size / 2**20:,.0f} MiB, and a run tokenizes up to "
-            f"{limit / 2**20:,.0f} when it begins. {remedy}"
-        )
-
-
 def in_memory(paths: list[Path], tokenizer: AnyTokenizer) -> UInt[np.ndarray, " N"]:
     """Returns all tokens at once; raises if the text is large."""
-    remedy = "Run `coat tokenize` once, and train on the files that it writes."
-    require_small(paths, IN_MEMORY, remedy)
+    size = sum(path.stat().st_size for path in paths)
+    if size > IN_MEMORY:
+        raise UserError(
+            f"{listing(paths)} have {size / 2**20:,.0f} MiB, and a run tokenizes up to "
+            f"{IN_MEMORY / 2**20:,.0f} when it begins. Run `coat tokenize` once, and train on the "
+            "files that it writes."
+        )
     parts = (part.tokens for part in encode_files(paths, tokenizer))
     return np.concatenate([np.empty(0, tokenizer.dtype), *parts])
 
@@ -155,7 +144,7 @@ def write(
     out: Path,
     tokenizer: AnyTokenizer,
     *,
-    progress: Callable[[Encoded], None] = lambda part: None,
+    progress: Callable[[int], None] = lambda size: None,
 ) -> dict[str, Any]:
     """Writes token files to a new folder; returns what `tokens.json` in it says.
 
@@ -163,7 +152,7 @@ def write(
         paths: text files and .jsonl.
         out: the folder.
         tokenizer: makes the tokens.
-        progress: called after each batch that was written.
+        progress: called with the bytes of text that were written since the last call.
     """
     notes: dict[str, Any] = {
         "vocab": tokenizer.vocab,
@@ -184,7 +173,7 @@ def write(
                     file.write(part.tokens.data)
                     tokens += len(part.tokens)
                     notes["documents"] += part.documents
-                    progress(part)
+                    progress(part.size)
                     if tokens >= SHARD and part.ended:
                         break
                 file.seek(0)

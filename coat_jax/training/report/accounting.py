@@ -37,16 +37,16 @@ class DeviceMemory(NamedTuple):
 
     parameters: int
     gradients: int
-    optimizer: int
-    activations: int
-    peak: int
+    optimizer_state: int
+    saved_activations: int
+    peak_memory: int
     limit: int | None
-    on_host: int = 0  # of the optimizer's state
+    optimizer_state_on_host: int = 0
 
     @property
     def fits(self) -> bool:
         """Whether the peak memory is within the limit, as far as that is known."""
-        return self.limit is None or self.peak <= self.limit
+        return self.limit is None or self.peak_memory <= self.limit
 
 
 def account(
@@ -62,11 +62,11 @@ def account(
     return DeviceMemory(
         parameters=_shard_bytes(state.params),
         gradients=_gradients(config, split_trained(config, state.params)[0]),
-        optimizer=_shard_bytes(moments) - on_host,
-        activations=saved_activations(config.model, rows, config.sequence_length),
-        peak=peak,
+        optimizer_state=_shard_bytes(moments) - on_host,
+        saved_activations=saved_activations(config.model, rows, config.sequence_length),
+        peak_memory=peak,
         limit=(device.memory_stats() or {}).get("bytes_limit"),
-        on_host=on_host,
+        optimizer_state_on_host=on_host,
     )
 
 
@@ -112,20 +112,13 @@ def saved_activations(config: models.ModelConfig, rows: int, sequence: int) -> i
 
 def table(memory: DeviceMemory) -> Table:
     """Returns the account as a table to print."""
-    size, unit = (1e9, "GB") if memory.peak >= 1e9 else (1e6, "MB")
+    size, unit = (1e9, "GB") if memory.peak_memory >= 1e9 else (1e6, "MB")
     found = Table("", unit, title="Memory of each device", title_justify="left")
     found.columns[1].justify = "right"
-    for name, count in (
-        ("parameters", memory.parameters),
-        ("gradients", memory.gradients),
-        ("optimizer state", memory.optimizer),
-        ("saved activations", memory.activations),
-        ("peak memory of the step", memory.peak),
-        ("the device's limit", memory.limit),
-        ("optimizer state in the host's memory", memory.on_host),
-    ):
+    for name, count in memory._asdict().items():
         if count:
-            found.add_row(name, f"{count / size:.2f}", end_section=name == "saved activations")
+            last = name == "saved_activations"
+            found.add_row(name.replace("_", " "), f"{count / size:.2f}", end_section=last)
     return found
 
 

@@ -37,7 +37,6 @@ class Row(NamedTuple):
     """A tensor, and how many bits are right in each format."""
 
     tensor: str
-    shape: tuple[int, ...] | None
     bits: dict[str, float]
 
     @property
@@ -63,7 +62,7 @@ def weights(parameters: Parameters, quantizers: Sequence[Quantizer]) -> Iterator
         x = x[:: max(1, x.size // SAMPLE)]  # whole channels or rows: their scales stay the same
         _require_finite(dotted_name(name), x)
         bits = {q.format.label: float(_bits(q, x)) for q in quantizers}
-        yield Row(dotted_name(name), one.shape, bits)
+        yield Row(dotted_name(name), bits)
 
 
 def in_training(model: Llama, formats: Sequence[Minifloat], tokens: Sequence[int]) -> list[Row]:
@@ -83,7 +82,7 @@ def in_training(model: Llama, formats: Sequence[Minifloat], tokens: Sequence[int
             _require_finite(tensor, found.error)
             bits = -float(np.log2(max(found.error, 2.0**-EXACT)))
             rows.setdefault(tensor, {})[fmt.label] = bits
-    return [Row(tensor, None, bits) for tensor, bits in rows.items()]
+    return [Row(tensor, bits) for tensor, bits in rows.items()]
 
 
 def _require_finite(tensor: str, x: Any) -> None:

@@ -59,41 +59,31 @@ class Metrics:
         if multihost.is_main():
             nulls = {k for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
             line = json.dumps(dict(record) | dict.fromkeys(nulls), allow_nan=False)
-            self._try(lambda: append(self._path, line))
+            # Opened each time: the file may be moved away, as logs are rotated.
+            with self._keep_failure(), self._path.open("a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
         for write, _ in self._others:
             write(record)
 
     def sync(self) -> None:
         """Makes all records survive a power failure."""
         if multihost.is_main() and self._path.is_file():
-            self._try(lambda: writing.flush(self._path))
+            with self._keep_failure():
+                writing.flush(self._path)
 
     def close(self) -> None:
         """Flushes the other writers."""
         for _, close in self._others:
             close()
 
-    def _try(self, work: Callable[[], None]) -> None:
+    @contextlib.contextmanager
+    def _keep_failure(self) -> Iterator[None]:
         """Keeps the first error of writing."""
         try:
             with write_failures(self._path.parent, FILE):
-                work()
+                yield
         except NotWritten as error:
             self.failure = self.failure or error
-
-
-def append(path: Path, line: str) -> None:
-    """Appends a line, whole or not at all, also if the file was moved away as logs are rotated."""
-    rest = f"{line}\n".encode()
-    with path.open("ab", buffering=0) as file:
-        end = file.tell()
-        try:
-            while rest:
-                rest = rest[file.write(rest) :]
-        except OSError:
-            with contextlib.suppress(OSError):
-                file.truncate(end)
-            raise
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
@@ -127,9 +117,6 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         if isinstance(record, dict) and type(record.get("step")) is int:
             return record
     return None
-
-
-# --- Other writers: a function that writes a record, and one that closes ---------------------
 
 
 def tensorboard(folder: Path, config: Record, resume_step: int) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ import io
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -41,7 +41,7 @@ NAMED = 8  # tensors in the legend
 # A panel is at most STRETCH times as high as this share of its values: outliers would flatten them.
 SHOWN_QUANTILE, STRETCH = 0.96, 2.5
 SHARES = ("underflow", "subnormal", "saturated", "zero", "floor")  # on a logarithmic scale
-SMALLEST = 1e-6  # share that is drawn; smaller ones, zero too, are drawn as this
+SMALLEST = 1e-6  # share below which the scale is linear, to zero
 TELEMETRY = re.compile(rf"{PREFIX}(?:(?:.*/)?layers/\d+/)?(?P<tensor>.+)/(?P<statistic>\w+)")
 
 
@@ -119,8 +119,7 @@ def draw(
     keys = dict.fromkeys(key for run in loaded for key in run.curves)
     own = dict.fromkeys(k.removeprefix(HELD_OUT) for k in keys if k not in LOGGED and "/" not in k)
     small = [key for key in ("learning_rate", "gradient_norm") if key in keys] + [*own][:PANELS]
-    tensors = {} if statistic is None else _by_tensor(loaded[0], statistic)
-    heights = [3.2, *[1.0] * len(small), *[2.0] * bool(tensors)]
+    heights = [3.2, *[1.0] * len(small), *[2.0] * (statistic is not None)]
     content = io.BytesIO()
     # Names of runs and metrics may have a $, which would begin a formula.
     colors = LINES if len(loaded) == 1 else (PALE, *LINES)
@@ -133,7 +132,7 @@ def draw(
             axes.set_title(key.replace("_", " ") if key in LOGGED else printable(key))
         axes = panels[-1, 0]
         if statistic is not None:
-            _draw_tensors(axes, statistic, tensors)
+            _draw_statistic(axes, loaded[0], statistic)
         axes.set_xlabel(AXES[over][2])
         axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter("{x:,.10g}")
@@ -188,13 +187,13 @@ def _label(run: Run, smooth: int) -> str:
     return printable(f"{run.name}, {ends}{held_out}")
 
 
-def _by_tensor(run: Run, statistic: str) -> dict[str, Curve]:
-    """Returns a curve for each kind of tensor, the maximum over layers; the largest come first."""
+def _draw_statistic(axes: "Axes", run: Run, statistic: str) -> None:
+    """Draws the maximum over layers for each kind of tensor; the largest are in the legend."""
     found: dict[str, dict[float, float]] = defaultdict(dict)
     for key, curve in run.curves.items():
         parts = TELEMETRY.fullmatch(key)
         if parts and parts["statistic"] == statistic:
-            points = found[parts["tensor"]]
+            points = found[printable(parts["tensor"])]
             for x, y in curve.T.tolist():
                 points[x] = np.fmax(y, points.get(x, math.nan))  # of NaN and a number: the number
     if not found:
@@ -203,20 +202,11 @@ def _by_tensor(run: Run, statistic: str) -> dict[str, Curve]:
             "with --telemetry.every, 100 for instance."
         )
     curves = {tensor: np.array(sorted(points.items())).T for tensor, points in found.items()}
-    return dict(sorted(curves.items(), key=lambda item: -np.fmax.reduce(item[1][1], initial=0)))
-
-
-def _draw_tensors(axes: "Axes", statistic: str, tensors: Mapping[str, Curve]) -> None:
-    """Draws a line for each tensor; the first of them are in the legend."""
-    lines = []
-    for x, y in tensors.values():
-        drawn = np.maximum(y, SMALLEST) if statistic in SHARES else y
-        lines += axes.plot(x, drawn, marker="o", ms=2)
+    names = sorted(curves, key=lambda tensor: -np.fmax.reduce(curves[tensor][1], initial=0))
+    lines = [line for name in names for line in axes.plot(*curves[name], marker="o", ms=2)]
     if statistic in SHARES:
-        axes.set_yscale("log")
-        axes.set_ylim(SMALLEST / 2, 2)
-        axes.minorticks_off()
+        axes.set_yscale("symlog", linthresh=SMALLEST)
         axes.yaxis.set_major_formatter("{x:g}")
-    labels = [printable(tensor) for tensor in tensors][:NAMED]
-    axes.figure.legend(lines[:NAMED], labels, loc="outside lower left", ncols=4, fontsize=8)
+    named = names[:NAMED]
+    axes.figure.legend(lines[:NAMED], named, loc="outside lower left", ncols=4, fontsize=8)
     axes.set_title(f"{statistic}, the maximum over layers")

@@ -7,7 +7,6 @@ from tokenizer_cases import SPACED, write_spaced_tokenizer, write_tokenizer
 
 from coat_jax.errors import UserError
 from coat_jax.tokenizers import Bytes, Tokenizer
-from coat_jax.training.data import chat
 from coat_jax.training.data.chat import parts_of, read
 from coat_jax.training.data.config import TEMPLATE
 
@@ -146,7 +145,7 @@ def test_a_line_that_is_not_a_conversation_is_refused_by_its_number(record, mess
         read([path], Bytes(), TEMPLATE)
 
 
-def test_files_that_cannot_be_divided_or_are_large_are_refused(tmp_path, monkeypatch):
+def test_files_that_cannot_be_divided_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"There is no conversation in .*a\.jsonl\."):
         read([write_lines(tmp_path / "a.jsonl", [])], Bytes(), TEMPLATE)
     with pytest.raises(ValueError, match=r"train data has no token to predict in its 0 rows"):
@@ -154,6 +153,3 @@ def test_files_that_cannot_be_divided_or_are_large_are_refused(tmp_path, monkeyp
     path = write_lines(tmp_path / "a.jsonl", [HELLO] * 4)
     description = loader_of(config_of(path, kind="chat"), sequence=64).description
     assert "; truncated to that length: 3 documents" in description
-    monkeypatch.setattr(chat, "IN_MEMORY", 100)
-    with pytest.raises(ValueError, match=r"a.jsonl .* Divide the conversations"):
-        loader_of(config_of(path, kind="chat"), sequence=64)

@@ -110,9 +110,10 @@ def test_files_that_are_not_what_they_should_be_are_refused(tmp_path):
     cut.write_bytes(cut.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"cut.npy is not a complete"):
         open_files([cut], dtype=None)
-    (tmp_path / "odd.bin").write_bytes(b"123")
-    with pytest.raises(ValueError, match=r"odd.bin has 3 bytes, no multiple of uint16's 2"):
-        open_files([tmp_path / "odd.bin"], dtype=None)
+    for name, size in (("odd.bin", 3), ("empty.bin", 0)):
+        (tmp_path / name).write_bytes(b"1" * size)
+        with pytest.raises(UserError, match=f"{name} has {size} bytes, not uint16 tokens"):
+            open_files([tmp_path / name], dtype=None)
     with pytest.raises(ValueError, match=r"does not look like uint16.* Set data.dtype to uint32"):
         open_files([raw(tmp_path / "a", "uint32")], dtype=None)
     with pytest.raises(ValueError, match=r"token 0 is [\d,]+, .* of another dtype"):

@@ -12,10 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from coat_jax import writing
-from coat_jax.cli.plot import STATISTICS
 from coat_jax.errors import UserError
-from coat_jax.numerics.statistics import Statistics
-from coat_jax.telemetry import MomentStatistics
 from coat_jax.training.report import plot
 from coat_jax.training.report.chart import LINES, PALE
 from coat_jax.training.report.plot import draw
@@ -210,10 +207,6 @@ def test_a_statistic_is_drawn_whatever_its_numbers_are(tmp_path, watched, statis
     """All zero, nothing finite, no tensor in a layer."""
     draw([watched], tmp_path / "plot.png", statistic=statistic)
     assert imread(tmp_path / "plot.png").size
-
-
-def test_every_statistic_of_telemetry_can_be_drawn():
-    assert {*Statistics._fields, *MomentStatistics._fields} == set(STATISTICS)
 
 
 # --- What is read ----------------------------------------------------------------------------
