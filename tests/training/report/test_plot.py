@@ -150,7 +150,7 @@ def test_on_a_full_disk_the_earlier_picture_stays(two, tmp_path, monkeypatch):
     before = out.read_bytes()
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     monkeypatch.setattr(writing, "write_durably", mock.Mock(side_effect=full))
-    with pytest.raises(writing.DiskFull, match=f"plot.png does not fit in {tmp_path}"):
+    with pytest.raises(OSError, match="No space left"):
         draw(two[:1], out)
     assert out.read_bytes() == before
 
