@@ -24,11 +24,10 @@ from typing import Any
 
 from flax import nnx
 
-from coat_jax import ops
 from coat_jax.nn.bytes_saved import saved_by_module
-from coat_jax.nn.children import replace_modules, require_module
-from coat_jax.nn.converted_mlp import ConvertedMLP
-from coat_jax.nn.convertible import LINEAR, as_embed, as_norm
+from coat_jax.nn.children import modules_of, require_module
+from coat_jax.nn.converted_mlp import convert_mlp
+from coat_jax.nn.convertible import convert_layer
 from coat_jax.nn.plan import THE_MODEL, Plan
 from coat_jax.nn.remedies import RAISED, add_counts
 from coat_jax.nn.rules import Rules, decide
@@ -111,22 +110,13 @@ def plan_conversion(
 def _convert_by(plan: Plan, model: nnx.Module) -> nnx.Module:
     """A copy of `model`, converted as the plan says."""
     chosen = {decision.path: decision for decision in plan}
-
-    def new(path: str, module: Any) -> nnx.Module:
+    copy: nnx.Module = nnx.merge(*nnx.split(model))
+    for path, module in list(modules_of(copy)):
         decision = chosen.get(path)
         if decision is None or decision.precision is None:
-            return module
+            continue
         if decision.roles is not None:
-            return ConvertedMLP(module, decision.roles, decision.precision)
-        if isinstance(module, nnx.Embed):
-            return as_embed(module)
-        if isinstance(module, nnx.Einsum):
-            module.einsum_op = ops.Einsum(decision.precision)
-        elif isinstance(module, LINEAR):
-            module.dot_general = ops.DotGeneral(decision.precision)
+            convert_mlp(module, decision.roles, decision.precision)
         else:
-            module = as_norm(module)
-            module.precision = decision.precision
-        return module
-
-    return replace_modules(model, new)
+            convert_layer(module, decision.precision)
+    return copy

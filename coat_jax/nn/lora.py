@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from coat_jax import ops
-from coat_jax.nn.children import replace_modules, require_module
+from coat_jax.nn.children import modules_of, require_module, set_class
 from coat_jax.nn.convertible import has_own_promotion, why_not_linear
 from coat_jax.nn.parameters import value_of
 from coat_jax.precision import COAT, Precision, precision_of
@@ -91,16 +91,15 @@ def freeze(model: nnx.Module, precision: Precision | str = COAT) -> nnx.Module:
             its name.
     """
     require_module("freeze", model)
-    frozen: list[nnx.Module] = []
-
-    def new(path: str, module: nnx.Module) -> nnx.Module:
-        if not isinstance(module, nnx.LoRALinear):
-            return module
-        frozen.append(LoRALinear(module, precision=precision))
-        return frozen[-1]
-
-    copy = replace_modules(model, new)
-    if not frozen:
+    copy: nnx.Module = nnx.merge(*nnx.split(model))
+    layers = [m for _, m in modules_of(copy) if isinstance(m, nnx.LoRALinear)]
+    for layer in layers:
+        if isinstance(layer, nnx.LoRALinear):  # not yet frozen by another path
+            frozen = vars(LoRALinear(layer, precision=precision))
+            vars(layer).clear()
+            vars(layer).update(frozen)
+            set_class(layer, LoRALinear)
+    if not layers:
         raise ValueError(
             f"{type(model).__name__} has no nnx.LoRALinear, whose weight could be frozen. Use "
             "nnx.LoRALinear instead of nnx.Linear for the layers to adapt."

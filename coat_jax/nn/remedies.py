@@ -1,13 +1,14 @@
 """Adds to a plan how many bytes each module saves, and how it could save less."""
 
+import contextlib
 import re
 
 from flax import nnx
 
-from coat_jax.nn.bytes_saved import Saved
-from coat_jax.nn.children import children
+from coat_jax.nn.bytes_saved import Saved, bytes_of
+from coat_jax.nn.children import modules_of
+from coat_jax.nn.converted_mlp import MLPS, roles_of
 from coat_jax.nn.plan import Decision, Plan
-from coat_jax.nn.rules import MLPS, suggest_kind
 
 BETWEEN = "it computes between its modules"
 RAISED = (
@@ -16,10 +17,8 @@ RAISED = (
 )
 SMALL = 0.01  # a smaller share of all saved bytes needs no remedy
 
-SavedBy = dict[str, Saved]
 
-
-def add_counts(plan: Plan, model: nnx.Module, before: SavedBy, after: SavedBy) -> Plan:
+def add_counts(plan: Plan, model: nnx.Module, before: Saved, after: Saved) -> Plan:
     """Returns the plan with all modules that save bytes, how many, and what could save less.
 
     Args:
@@ -30,39 +29,35 @@ def add_counts(plan: Plan, model: nnx.Module, before: SavedBy, after: SavedBy) -
     """
     decided = {decision.path: decision for decision in plan}
     replaced = tuple(f"{decision.path}." for decision in plan if decision.roles is not None)
-    raises = sum(s.bytes for s in after.values()) > sum(s.bytes for s in before.values())
+    old, new = (sum(map(bytes_of, saved.values())) for saved in (before, after))
+    saving = before.keys() | after.keys()
     result = Plan()
-    for path, module in [("", model), *((path, module) for _, _, path, module in children(model))]:
-        decision = decided.get(path)
-        if decision is None:
-            if path.startswith(replaced) or not {path} & (before.keys() | after.keys()):
-                continue
-            decision = Decision(path, type(module).__name__, None, BETWEEN)
-        inside = decision.roles is not None
-        counts = _bytes_of(before, path, inside), _bytes_of(after, path, inside)
-        remedy, wide = "", after[path].wide_bytes if path in after else 0
-        if decision.reason == BETWEEN and wide > SMALL * sum(s.bytes for s in after.values()):
+    for path, module in modules_of(model):
+        if path.startswith(replaced) or not (path in decided or path in saving):
+            continue
+        unchanged = path, type(module).__name__, None, BETWEEN, f"unchanged: {BETWEEN}"
+        decision = decided.get(path, Decision(*unchanged))
+        below = f"{path}."  # an op counts what its layers saved
+        mine = [p for p in saving if p == path or (below in replaced and p.startswith(below))]
+        count, count_after = (
+            sum(bytes_of(saved.get(p, [])) for p in mine) for saved in (before, after)
+        )
+        remedy, wide = "", bytes_of(after.get(path, []), above=1)
+        if decision.reason == BETWEEN and wide > SMALL * new:
             remedy = _remedy(path, module, wide)
-        elif raises and counts[1] > counts[0]:
+        elif new > old and count_after > count:
             remedy = RAISED
-        result.append(decision._replace(before=counts[0], after=counts[1], remedy=remedy))
+        result.append(decision._replace(before=count, after=count_after, remedy=remedy))
     return result
-
-
-def _bytes_of(saved: SavedBy, path: str, inside: bool) -> int:
-    """The bytes of a module, and of those inside of it if asked for."""
-    return sum(
-        s.bytes for p, s in saved.items() if p == path or (inside and p.startswith(f"{path}."))
-    )
 
 
 def _remedy(path: str, module: nnx.Module, size: int) -> str:
     """How to save less than `size` bytes of what a module computes between its modules."""
-    glob, kind = re.sub(r"\b\d+\b", "*", path), suggest_kind(module)
-    if kind is not None and not path:
-        return f"The model is a {MLPS[kind]}: build it as one."
-    if kind is not None:
-        return f'{glob} saves less as one op. Add to the rules: {{"{glob}": {MLPS[kind]}}}.'
+    glob = re.sub(r"\b\d+\b", "*", path)
+    for kind, name in MLPS.items():
+        with contextlib.suppress(ValueError):
+            if path and roles_of(module, kind):
+                return f'{glob} saves less as one op. Add to the rules: {{"{glob}": {name}}}.'
     saves = f"{glob or 'The model'} saves {size:,} bytes with more than 8 bits per element"
     if isinstance(module, nnx.MultiHeadAttention):
         return (

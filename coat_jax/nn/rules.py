@@ -8,17 +8,13 @@ from typing import Any
 import jax
 from flax import nnx
 
-from coat_jax.nn.children import children, has_own_parameters
-from coat_jax.nn.converted_mlp import MLPClass, Roles, roles_of
-from coat_jax.nn.convertible import LINEAR, NORMS, why_not_embed, why_not_linear, why_not_norm
-from coat_jax.nn.mlp import MLP, GatedMLP
+from coat_jax.nn.children import has_own_parameters, modules_of
+from coat_jax.nn.converted_mlp import MLPS, MLPClass, Roles, roles_of
+from coat_jax.nn.convertible import formats_of, why_not
 from coat_jax.nn.plan import Decision, Plan
 from coat_jax.precision import Precision, precision_of
 
 Rules = Mapping[str, Precision | str | MLPClass]
-
-IN_FP32 = "coat.nn.Embed, whose gradient is summed in FP32"
-MLPS: dict[MLPClass, str] = {GatedMLP: "coat.nn.GatedMLP", MLP: "coat.nn.MLP"}
 
 
 def decide(model: nnx.Module, precision: Precision, rules: Rules) -> Plan:
@@ -27,37 +23,30 @@ def decide(model: nnx.Module, precision: Precision, rules: Rules) -> Plan:
     plan, paths, replaced = Plan(), [], None
     known: dict[Any, Roles] = {}
     decided: dict[int, Decision] = {}
-    modules = [(path, module) for _, _, path, module in children(model)]
-    if isinstance(model, (*LINEAR, *NORMS, nnx.Embed)):
-        modules.insert(0, ("", model))
-    for path, module in modules:
-        paths.append(path)
-        if replaced is not None and path.startswith(f"{replaced}."):
+    for path, module in modules_of(model):
+        own = has_own_parameters(module)
+        if path or own:
+            paths.append(path)
+        if not (path or own) or (replaced is not None and path.startswith(f"{replaced}.")):
             continue
         rule = next((glob for glob in settings if fnmatch.fnmatchcase(path, glob)), None)
         setting = precision if rule is None else settings[rule]
+        kind, formats = type(module).__name__, formats_of(module, precision)
         if not isinstance(setting, Precision):
             roles = _required_roles(path, module, setting, rule, known)
-            kind, becomes = type(module).__name__, _products(precision)
-            plan.append(Decision(path, kind, precision, "", rule, roles, becomes=becomes))
+            becomes = f"{formats}, as one op: {roles}"
+            plan.append(Decision(path, kind, precision, "", becomes, rule, roles))
             replaced = path
-        elif has_own_parameters(module):
-            plan.append(_decide(path, module, setting, rule))
+        elif own:
+            source = "its precision" if rule is None else f"its precision, by the rule {rule!r},"
+            reason = why_not(module, setting, source)
+            becomes = f"unchanged: {reason}" if reason else formats_of(module, setting)
+            chosen = None if reason else setting
+            plan.append(Decision(path, kind, chosen, reason, becomes, rule))
             _require_agreement(plan[-1], decided.setdefault(id(module), plan[-1]))
     for glob in settings:
         _require_match(glob, paths)
     return plan
-
-
-def suggest_kind(module: nnx.Module) -> MLPClass | None:
-    """The kind of MLP that `module` computes, if it computes one."""
-    for kind in MLPS:
-        try:
-            roles_of(module, kind)
-        except ValueError:
-            continue
-        return kind
-    return None
 
 
 def _setting(value: Precision | str | MLPClass) -> Precision | MLPClass:
@@ -68,32 +57,6 @@ def _setting(value: Precision | str | MLPClass) -> Precision | MLPClass:
             )
         return value
     return precision_of(value)
-
-
-def _decide(path: str, module: nnx.Module, precision: Precision, rule: str | None) -> Decision:
-    kind = type(module).__name__
-    reason, becomes = "", "FP8"
-    source = "its precision" if rule is None else f"its precision, by the rule {rule!r},"
-    if isinstance(module, LINEAR):
-        becomes = _products(precision)
-        reason = why_not_linear(module) if precision.fp8_linear else f"{source} is not FP8"
-    elif isinstance(module, NORMS):
-        reason = why_not_norm(module) if precision.block else f"{source} leaves norms unchanged"
-    elif isinstance(module, nnx.Embed):
-        fp8 = precision.fp8_linear or precision.block
-        reason = why_not_embed(module) if fp8 else f"{source} is not FP8"
-        becomes = IN_FP32
-    elif type(module).__module__.startswith("coat_jax.nn"):
-        reason = "it already has a precision"
-    else:
-        reason = "there is no FP8 version of this kind of module"
-    chosen = None if reason else precision
-    return Decision(path, kind, chosen, reason, rule, becomes=becomes)
-
-
-def _products(precision: Precision) -> str:
-    """The formats of a layer's products."""
-    return "INT8 and FP8" if precision.int8_forward else "FP8"
 
 
 def _require_agreement(decision: Decision, first: Decision) -> None:
