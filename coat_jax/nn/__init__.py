@@ -11,8 +11,8 @@
     QuantizedLinear                      for inference, its weight in INT8 or FP8
 
 A module's `precision` says what is FP8; see `coat.Precision`. `convert` goes through a model
-(`children`), decides by `rules`, and changes what is `convertible`; `plan` and `remedies` say what
-becomes of each module, and what could be done about it.
+(`children`), decides by `rules`, and changes what is `convertible`; a `plan` says what becomes of
+each module, and what could be done about it.
 """
 
 from coat_jax.nn.attention import Attention, Past, attention_fn

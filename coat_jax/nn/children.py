@@ -31,10 +31,8 @@ def set_class(module: nnx.Module, kind: type[nnx.Module]) -> None:
 
 def _items(node: Any) -> list[tuple[Any, Any]]:
     """The elements of a module or container, by name or index; nothing for other values."""
-    if isinstance(node, nnx.List | list | tuple):
+    if isinstance(node, nnx.List):
         return list(enumerate(node))
-    if isinstance(node, dict):
-        return list(node.items())
     if isinstance(node, nnx.Pytree):
         return list(vars(node).items())
     if isinstance(node, nnx.Variable):

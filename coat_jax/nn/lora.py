@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from coat_jax import ops
 from coat_jax.nn.children import modules_of, require_module, set_class
 from coat_jax.nn.convertible import has_own_promotion, why_not_linear
-from coat_jax.nn.parameters import value_of
+from coat_jax.nn.parameters import metadata, value_of
 from coat_jax.precision import COAT, Precision, precision_of
 
 
@@ -46,9 +46,8 @@ class LoRALinear(nnx.Module):
         if why := _what_would_be_lost(layer):
             raise ValueError(f"An nnx.LoRALinear cannot be frozen: {why}. That would be lost.")
         weight = ops.freeze(layer.kernel[...], precision=precision)
-        metadata = layer.kernel.get_metadata()
-        sharding = {k: metadata[k] for k in ("out_sharding",) if metadata.get(k) is not None}
-        self.codes = FrozenWeight(weight.codes, **sharding)
+        sharding = layer.kernel.get_metadata().get("out_sharding")
+        self.codes = FrozenWeight(weight.codes, **metadata(sharding))
         self.scale = FrozenWeight(weight.scale)
         self.bias = nnx.data(layer.bias)
         self.lora_a, self.lora_b = layer.lora.lora_a, layer.lora.lora_b

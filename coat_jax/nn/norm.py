@@ -67,6 +67,8 @@ class RMSNorm(_Norm):
 class LayerNorm(_Norm):
     """y = (x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias, in FP32 inside.
 
+    It takes the arguments of `RMSNorm`, and `use_bias`.
+
     Attributes:
         scale: [num_features], or None.
         bias: [num_features], or None.
@@ -79,21 +81,11 @@ class LayerNorm(_Norm):
         self,
         num_features: int,
         *,
-        epsilon: float = 1e-6,
-        use_scale: bool = True,
         use_bias: bool = True,
-        precision: Precision | str = COAT,
         param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs | None = None,
+        **settings: Any,
     ):
-        super().__init__(
-            num_features,
-            epsilon=epsilon,
-            use_scale=use_scale,
-            precision=precision,
-            param_dtype=param_dtype,
-            rngs=rngs,
-        )
+        super().__init__(num_features, param_dtype=param_dtype, **settings)
         bias = vector(num_features, fill=0.0, dtype=param_dtype)
         self.bias = nnx.data(bias if use_bias else None)
 
