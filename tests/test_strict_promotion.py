@@ -18,7 +18,6 @@ LAYERS = {
         x[None], ops.Norm(v[:128]), (w, w[:, :64], w[:, 64:128]), head_dim=32, rotary=ops.Rotary()
     )[1],
     "embedding": lambda x, w, v: ops.embedding(w, jnp.arange(4)),
-    "sharpness": lambda x, w, v: ops.sharpness(x @ w, jnp.arange(4)),
     "cross_entropy": lambda x, w, v: ops.cross_entropy(x, w, jnp.arange(4), z_loss=1e-4),
 }
 

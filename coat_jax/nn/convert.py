@@ -30,8 +30,7 @@ from coat_jax.nn.bytes_saved import Saved, bytes_of, saved_by_module
 from coat_jax.nn.children import modules_of, require_module
 from coat_jax.nn.converted_mlp import MLPS, convert_mlp, roles_of
 from coat_jax.nn.convertible import convert_layer
-from coat_jax.nn.plan import THE_MODEL, Decision, Plan
-from coat_jax.nn.rules import Rules, decide
+from coat_jax.nn.plan import THE_MODEL, Decision, Plan, Rules, decide
 from coat_jax.precision import COAT, Precision, precision_of
 
 _log = logging.getLogger("coat_jax")

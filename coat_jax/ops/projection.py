@@ -219,15 +219,16 @@ def parameter_gradients(
     )
     if all(bias is None for bias in layers.biases):
         return Layers(weights, layers.biases)
-    biases = tuple(
-        None if bias is None else _sum_of_rows(dy).astype(bias.dtype)
+
+    def gradient(bias: Array, dy: Array) -> Array:
+        rows = tuple(range(dy.ndim - 1))
+        return jnp.sum(dy.astype(jnp.float32), axis=rows).astype(bias.dtype)
+
+    biases = (
+        None if bias is None else gradient(bias, dy)
         for bias, dy in zip(layers.biases, gradients(), strict=True)
     )
-    return Layers(weights, biases)
-
-
-def _sum_of_rows(dy: Float[Array, "*rows N"]) -> Float[Array, " N"]:
-    return jnp.sum(dy.astype(jnp.float32), axis=tuple(range(dy.ndim - 1)))
+    return Layers(weights, tuple(biases))
 
 
 def as_layers(
