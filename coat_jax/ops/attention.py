@@ -142,13 +142,7 @@ def _settings(
     backend: Backend | None,
 ) -> AttentionSettings:
     """The checked settings."""
-    for array in (q, k, v):
-        require_real("attention", array)
-    if not heads_fit(q.shape, k.shape, v.shape):
-        raise ValueError(
-            "attention takes q [B, S, N, H] and k, v [B, T, K, H], where K divides N and H is not "
-            f"0, not {q.shape}, {k.shape} and {v.shape}."
-        )
+    require_heads("attention", q, k, v)
     head_dim = q.shape[3]
     if window is not None:
         if isinstance(window, bool) or not isinstance(window, int | np.integer):
@@ -178,11 +172,17 @@ def _settings(
     return AttentionSettings(causal, window, float(scale), precision_of(precision), backend)
 
 
-def heads_fit(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> bool:
-    """Whether queries of this shape can attend to keys and values of these."""
-    if len(q) != 4 or len(k) != 4 or k != v or (q[0], q[3]) != (k[0], k[3]):
-        return False
-    return k[2] > 0 and q[2] % k[2] == 0 and q[3] > 0
+def require_heads(name: str, q: Array, k: Array, v: Array) -> None:
+    """Raises unless the queries can attend to these keys and values."""
+    for array in (q, k, v):
+        require_real(name, array)
+    fit = q.ndim == 4 and k.ndim == 4 and k.shape == v.shape
+    fit = fit and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3]) and q.shape[3] > 0
+    if not fit or k.shape[2] < 1 or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"{name} takes q [B, S, N, H] and k, v [B, T, K, H], where K divides N and H is not 0, "
+            f"not {q.shape}, {k.shape} and {v.shape}."
+        )
 
 
 # --- What attention saves, and its gradients ---------------------------------------------------
