@@ -313,10 +313,8 @@ def test_a_subclass_of_a_linear_layer_keeps_what_it_adds():
 def test_a_converted_norm_keeps_epsilon_dtype_interface_and_attributes_of_flax(kind):
     norm = kind(32, epsilon=0.5, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     norm.temperature = nnx.Param(jnp.float32(2))
-    norm.more = nnx.data([nnx.Param(jnp.float32(3))])
     new = nn.convert(nnx.Sequential(norm)).layers[0]
     assert vars(norm).keys() - vars(new).keys() == set()
-    assert new.num_features == 32
     assert parameters(new).keys() == parameters(norm).keys()
     x = 0.1 * np.random.default_rng(0).standard_normal((3, 32), np.float32)
     assert new(x).dtype == norm(x).dtype
