@@ -5,7 +5,6 @@ A test that fails here names the file that a release of the library has broken.
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 
 def test_orbax_keeps_each_array_under_its_keys_joined_by_dots(tmp_path):
@@ -20,13 +19,3 @@ def test_orbax_keeps_each_array_under_its_keys_joined_by_dots(tmp_path):
     kvstore = {"driver": "ocdbt", "base": path, "path": "layers.0.w/"}
     opened = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, read=True).result()
     np.testing.assert_array_equal(opened[1:].read().result(), array[1:])
-
-
-def test_flax_says_which_attributes_of_a_module_it_traverses():
-    """`coat_jax/nn/convertible.py` copies them."""
-    layer = nnx.RMSNorm(4, rngs=nnx.Rngs(0))
-    assert layer._pytree__nodes["scale"]
-    assert not layer._pytree__nodes.get("epsilon", False)
-    own = {name for name in vars(layer) if not name.startswith("_pytree__")}
-    assert {"scale", "epsilon"} <= own
-    assert not any(name.startswith("_") for name in own)

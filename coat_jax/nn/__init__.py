@@ -11,8 +11,7 @@
     QuantizedLinear                      for inference, its weight in INT8 or FP8
 
 A module's `precision` says what is FP8; see `coat.Precision`. `convert` goes through a model
-(`children`), decides by `rules`, and replaces what is `convertible`; `plan` and `remedies` say what
-becomes of each module, and what could be done about it.
+(`children`) and changes what is `convertible`; the `plan` says what becomes of each module.
 """
 
 from coat_jax.nn.attention import Attention, Past, attention_fn

@@ -178,11 +178,12 @@ class Attention(nnx.Module):
     ) -> tuple[Array, Array, Array]:
         """The result, and the keys and values that it was computed from."""
         x, q, k, v = self._heads(x, positions)
+        (out,) = self._arrays(0, "out")  # how its rows are sharded decides it for the heads
         y = ops.attention_linear(
             q,
             k,
             v,
-            self._out(),
+            out,
             value_of(self.out_bias),
             causal=self.causal,
             window=self.window,
@@ -193,16 +194,15 @@ class Attention(nnx.Module):
 
     def _project_out(self, joined: Float[Array, "B S NH"]) -> Float[Array, "B S D"]:
         """The output projection, by itself."""
-        return ops.linear(joined, self._out(), value_of(self.out_bias), precision=self.precision)
+        (out,) = self._arrays(0, "out")
+        return ops.linear(joined, out, value_of(self.out_bias), precision=self.precision)
 
-    def _shards_whole_heads(self) -> bool:
-        """Whether the mesh's axis `tensor` divides the heads of queries and of keys."""
-        return divides_evenly(math.gcd(self.heads, self.kv_heads), self.tensor)
-
-    def _out(self) -> Float[Array, "N*H D"]:
-        """The output weight. The sharding of its rows decides how the heads are sharded."""
-        out = value_of(self.out)
-        return out if self._shards_whole_heads() else unshard(out, 0)
+    def _arrays(self, axis: int, *names: str) -> list[Any]:
+        """Parameters whose `axis` has heads; not sharded along it unless all heads stay whole."""
+        arrays = [value_of(getattr(self, name)) for name in names]
+        if divides_evenly(math.gcd(self.heads, self.kv_heads), self.tensor):
+            return arrays
+        return [unshard(array, axis) for array in arrays]
 
     def _round(self, y: Float[Array, "B S N H"]) -> Float[Array, "B S N H"]:
         """The values that attention computes with: those that it would save."""
@@ -213,10 +213,8 @@ class Attention(nnx.Module):
         """x for the residual sum; queries, keys and values, normalized and rotated."""
         if x.ndim != 3:
             raise ValueError(f"Attention takes x [batch, sequence, width], not {x.shape}.")
-        weights = [value_of(w) for w in (self.query, self.key, self.value)]
-        biases = [value_of(b) for b in (self.query_bias, self.key_bias, self.value_bias)]
-        if not self._shards_whole_heads():
-            weights, biases = ([unshard(w, -1) for w in of] for of in (weights, biases))
+        weights = self._arrays(-1, "query", "key", "value")
+        biases = self._arrays(-1, "query_bias", "key_bias", "value_bias")
         if self.norm is not None:
             normalizes_heads = self.query_norm is not None or self.key_norm is not None
             x, q, k, v = ops.norm_qkv(

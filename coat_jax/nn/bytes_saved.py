@@ -10,28 +10,17 @@ names, so the name of the operation that reads a saved array shows which module 
 import functools
 import math
 import re
-from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from coat_jax.nn.children import children, require_module
+from coat_jax.nn.children import modules_of, require_module, set_class
 
 SCOPE = re.compile(r"module_(\d+)_of_")
 
-
-class Saved(NamedTuple):
-    """The bytes that a module saves for its backward pass.
-
-    Attributes:
-        bytes: of all arrays.
-        wide_bytes: of the arrays with more than 8 bits per element.
-    """
-
-    bytes: int
-    wide_bytes: int
+Saved = dict[str, list[Any]]  # the arrays that each module saves, as avals, by its path
 
 
 def saved_bytes(module: nnx.Module, *inputs: Any) -> int:
@@ -41,15 +30,20 @@ def saved_bytes(module: nnx.Module, *inputs: Any) -> int:
     after `convert`. Inputs may be arrays or `jax.ShapeDtypeStruct`.
     """
     require_module("saved_bytes", module)
-    return sum(saved.bytes for saved in saved_by_module(module, *inputs).values())
+    return sum(map(bytes_of, saved_by_module(module, *inputs).values()))
 
 
-def saved_by_module(module: nnx.Module, *inputs: Any) -> dict[str, Saved]:
+def bytes_of(arrays: list[Any], above: int = 0) -> int:
+    """The bytes of arrays with more than `above` bytes per element."""
+    return sum(a.size * a.dtype.itemsize for a in arrays if a.dtype.itemsize > above)
+
+
+def saved_by_module(module: nnx.Module, *inputs: Any) -> Saved:
     """Returns what each module saves, by path, if it saves anything; "" is `module` itself."""
     graph, params, rest = nnx.split(module, nnx.Param, ...)
     weights = {shape for leaf in jax.tree.leaves(params) for shape in _shapes(leaf.shape)}
-    paths = ["", *(path for _, _, path, _ in children(module))]
-    found: dict[str, Counter[str]] = {path: Counter() for path in paths}
+    paths = list(dict(modules_of(module)))
+    found: Saved = {}
 
     def trace(params: Any, rest: Any, *inputs: Any) -> None:
         def forward(params: Any, *inputs: Any) -> list[Any]:
@@ -63,12 +57,10 @@ def saved_by_module(module: nnx.Module, *inputs: Any) -> dict[str, Saved]:
         arrays = dict(zip(map(id, leaves), zip(leaves, backward.invars, strict=False), strict=True))
         for leaf, variable in arrays.values():
             if leaf.ndim and leaf.shape not in weights:
-                size = leaf.size * leaf.dtype.itemsize
-                kind = "wide" if leaf.dtype.itemsize > 1 else "8 bits"
-                found[paths[_reader(backward, variable) or 0]][kind] += size
+                found.setdefault(paths[_reader(backward, variable) or 0], []).append(variable.aval)
 
     jax.eval_shape(trace, params, rest, *inputs)
-    return {path: Saved(c.total(), c["wide"]) for path, c in found.items() if c}
+    return found
 
 
 def _shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -80,12 +72,12 @@ def _shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
 def _with_scopes(model: nnx.Module, paths: list[str]) -> Any:
     """`model`, whose modules open a scope when called; the index of their path is its name."""
     named: set[int] = set()
-    for _, _, path, module in children(model):
+    for path, module in list(modules_of(model)):
         if id(module) not in named:  # a module with two paths is named after the first
             named.add(id(module))
             module._scope = f"module_{paths.index(path)}_of_"
             kind: Any = type(module)
-            object.__setattr__(module, "__class__", _with_scope(kind))
+            set_class(module, _with_scope(kind))
     return model
 
 

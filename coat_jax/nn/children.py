@@ -1,68 +1,38 @@
 """The modules within a module, by their paths: "layers.3.attn.query"."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 from flax import nnx
 
-from coat_jax.errors import UserError
 
-
-def children(
+def modules_of(
     module: Any, path: str = "", above: frozenset[int] = frozenset()
-) -> Iterator[tuple[Any, str | int, str, nnx.Module]]:
-    """Yields (owner, key, path, module) for every module within a module.
+) -> Iterator[tuple[str, nnx.Module]]:
+    """Yields (path, module) for a module, whose path is "", and for every module within it.
 
-    The owner is the module or container that holds it, and the key its name or index there.
-    Containers are lists, tuples, dicts, each `nnx.Pytree`, and every other class that is a node of
-    JAX's trees, such as a `flax.struct.dataclass`.
+    A module with several paths comes once for each. Containers are lists, tuples, dicts, each
+    `nnx.Pytree`, and every other class that is a node of JAX's trees, such as a
+    `flax.struct.dataclass`.
     """
-    above |= {id(module)}
+    if id(module) in above:
+        return
+    if isinstance(module, nnx.Module) and not isinstance(module, nnx.List | nnx.Dict):
+        yield path, module
     for key, value in _items(module):
-        if id(value) in above:
-            continue
-        below = f"{path}.{key}" if path else str(key)
-        if isinstance(value, nnx.Module) and not isinstance(value, nnx.List | nnx.Dict):
-            yield module, key, below, value
-        yield from children(value, below, above)
+        yield from modules_of(value, f"{path}.{key}" if path else str(key), above | {id(module)})
 
 
-def replace_modules(model: nnx.Module, new: Callable[[str, nnx.Module], nnx.Module]) -> nnx.Module:
-    """Returns a copy of `model` with `new(path, module)` in place of each module within it.
-
-    A module with several paths is replaced once. Arrays are shared with `model`.
-    """
-    copy = nnx.merge(*nnx.split(model))
-    done: dict[int, nnx.Module] = {}
-    for owner, key, path, module in list(children(copy)):
-        if id(module) not in done:
-            done[id(module)] = new(path, module)
-        if done[id(module)] is not module:
-            _replace(owner, key, done[id(module)])
-    return new("", copy)
+def set_class(module: nnx.Module, kind: type[nnx.Module]) -> None:
+    """Changes what a module computes, in whatever container it is; it keeps its attributes."""
+    object.__setattr__(module, "__class__", kind)
 
 
-def _replace(owner: Any, key: str | int, module: nnx.Module) -> None:
-    is_mutable = isinstance(owner, nnx.Pytree | list | dict)
-    if not is_mutable:
-        kind, mutable = type(owner).__name__, "List" if isinstance(owner, tuple) else "Module"
-        raise UserError(
-            f"A {type(dict(_items(owner))[key]).__name__} is in a {kind}, in which no module can "
-            f"be replaced: make the {kind} an nnx.{mutable}."
-        )
-    if isinstance(owner, nnx.Pytree) and isinstance(key, str):
-        setattr(owner, key, module)
-    else:
-        owner[key] = module
-
-
-def _items(node: Any) -> list[tuple[str | int, Any]]:
+def _items(node: Any) -> list[tuple[Any, Any]]:
     """The elements of a module or container, by name or index; nothing for other values."""
-    if isinstance(node, nnx.List | list | tuple):
+    if isinstance(node, nnx.List):
         return list(enumerate(node))
-    if isinstance(node, dict):
-        return list(node.items())
     if isinstance(node, nnx.Pytree):
         return list(vars(node).items())
     if isinstance(node, nnx.Variable):

@@ -19,22 +19,27 @@ own dtype, and layers that read the same array save a copy in FP8 each, which ma
 than before. The plan shows this, and names a rule that helps, if it knows one.
 """
 
+import contextlib
 import logging
+import re
 from typing import Any
 
 from flax import nnx
 
-from coat_jax import ops
-from coat_jax.nn.bytes_saved import saved_by_module
-from coat_jax.nn.children import replace_modules, require_module
-from coat_jax.nn.converted_mlp import ConvertedMLP
-from coat_jax.nn.convertible import LINEAR, as_embed, as_norm
-from coat_jax.nn.plan import THE_MODEL, Plan
-from coat_jax.nn.remedies import RAISED, add_counts
-from coat_jax.nn.rules import Rules, decide
+from coat_jax.nn.bytes_saved import Saved, bytes_of, saved_by_module
+from coat_jax.nn.children import modules_of, require_module
+from coat_jax.nn.converted_mlp import MLPS, convert_mlp, roles_of
+from coat_jax.nn.convertible import convert_layer
+from coat_jax.nn.plan import THE_MODEL, Decision, Plan, Rules, decide
 from coat_jax.precision import COAT, Precision, precision_of
 
 _log = logging.getLogger("coat_jax")
+BETWEEN = "it computes between its modules"
+RAISED = (
+    "The conversion raises what is saved: layers that read the same array save a copy of it each, "
+    "in FP8. coat.nn.Attention, coat.nn.GatedMLP and coat.ops.norm_linear save one copy for all."
+)
+SMALL = 0.01  # a smaller share of all saved bytes needs no remedy
 
 
 def convert(
@@ -102,7 +107,7 @@ def plan_conversion(
         return plan
     inputs = inputs if isinstance(inputs, tuple | list) else (inputs,)
     after = saved_by_module(_convert_by(plan, model), *inputs)
-    plan = add_counts(plan, model, saved_by_module(model, *inputs), after)
+    plan = _add_counts(plan, model, saved_by_module(model, *inputs), after)
     if any(decision.remedy == RAISED for decision in plan):
         _log.warning(RAISED)
     return plan
@@ -111,22 +116,65 @@ def plan_conversion(
 def _convert_by(plan: Plan, model: nnx.Module) -> nnx.Module:
     """A copy of `model`, converted as the plan says."""
     chosen = {decision.path: decision for decision in plan}
-
-    def new(path: str, module: Any) -> nnx.Module:
+    copy: nnx.Module = nnx.merge(*nnx.split(model))
+    for path, module in list(modules_of(copy)):
         decision = chosen.get(path)
         if decision is None or decision.precision is None:
-            return module
+            continue
         if decision.roles is not None:
-            return ConvertedMLP(module, decision.roles, decision.precision)
-        if isinstance(module, nnx.Embed):
-            return as_embed(module)
-        if isinstance(module, nnx.Einsum):
-            module.einsum_op = ops.Einsum(decision.precision)
-        elif isinstance(module, LINEAR):
-            module.dot_general = ops.DotGeneral(decision.precision)
+            convert_mlp(module, decision.roles, decision.precision)
         else:
-            module = as_norm(module)
-            module.precision = decision.precision
-        return module
+            convert_layer(module, decision.precision)
+    return copy
 
-    return replace_modules(model, new)
+
+def _add_counts(plan: Plan, model: nnx.Module, before: Saved, after: Saved) -> Plan:
+    """Returns the plan with all modules that save bytes, how many, and what could save less.
+
+    Args:
+        plan: the decisions.
+        model: the model that the plan is for.
+        before: what its modules save.
+        after: what they save after the conversion.
+    """
+    decided = {decision.path: decision for decision in plan}
+    replaced = tuple(f"{decision.path}." for decision in plan if decision.roles is not None)
+    old, new = (sum(map(bytes_of, saved.values())) for saved in (before, after))
+    saving = before.keys() | after.keys()
+    result = Plan()
+    for path, module in modules_of(model):
+        if path.startswith(replaced) or not (path in decided or path in saving):
+            continue
+        unchanged = path, type(module).__name__, None, BETWEEN, f"unchanged: {BETWEEN}"
+        decision = decided.get(path, Decision(*unchanged))
+        below = f"{path}."  # an op counts what its layers saved
+        mine = [p for p in saving if p == path or (below in replaced and p.startswith(below))]
+        count, count_after = (
+            sum(bytes_of(saved.get(p, [])) for p in mine) for saved in (before, after)
+        )
+        remedy, wide = "", bytes_of(after.get(path, []), above=1)
+        if decision.reason == BETWEEN and wide > SMALL * new:
+            remedy = _remedy(path, module, wide)
+        elif new > old and count_after > count:
+            remedy = RAISED
+        result.append(decision._replace(before=count, after=count_after, remedy=remedy))
+    return result
+
+
+def _remedy(path: str, module: nnx.Module, size: int) -> str:
+    """How to save less than `size` bytes of what a module computes between its modules."""
+    glob = re.sub(r"\b\d+\b", "*", path)
+    for kind, name in MLPS.items():
+        with contextlib.suppress(ValueError):
+            if path and roles_of(module, kind):
+                return f'{glob} saves less as one op. Add to the rules: {{"{glob}": {name}}}.'
+    saves = f"{glob or 'The model'} saves {size:,} bytes with more than 8 bits per element"
+    if isinstance(module, nnx.MultiHeadAttention):
+        return (
+            f"{saves}. Without masks and dropout, build it with "
+            "attention_fn=coat.nn.attention_fn()."
+        )
+    return (
+        f"{saves}, from what it computes between its modules. Use functions of coat.ops there, "
+        "such as activate and attention, or wrap it in coat.ops.recompute."
+    )

@@ -11,6 +11,7 @@ so that a module which clamps its numbers agrees with none.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,11 +21,10 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from coat_jax import ops
-from coat_jax.nn.children import children, has_own_parameters
+from coat_jax.nn.children import has_own_parameters, modules_of, set_class
 from coat_jax.nn.convertible import (
     NORMS,
-    as_norm,
-    copy_attributes,
+    convert_layer,
     has_own_promotion,
     why_not_linear,
     why_not_norm,
@@ -35,6 +35,7 @@ from coat_jax.nn.parameters import value_of
 from coat_jax.precision import Precision
 
 MLPClass = type[GatedMLP] | type[MLP]
+MLPS: dict[MLPClass, str] = {GatedMLP: "coat.nn.GatedMLP", MLP: "coat.nn.MLP"}
 # The largest relative error at which two results agree. gelu and its approximation by tanh differ
 # by less, so the best possibility is taken, not the first.
 AGREEMENT = 1e-3
@@ -52,37 +53,48 @@ class Roles:
     activation: str
     residual: bool
 
+    def __str__(self) -> str:
+        if self.gate:
+            return f"{self.down}({self.activation}({self.gate}) * {self.up})"
+        return f"{self.down}({self.activation}({self.up}))"
+
 
 class ConvertedMLP(nnx.Module):
-    """A module that has the attributes of the one that it replaces, but computes a single op."""
+    """A module that has the attributes of the one that it was, but computes a single op."""
 
-    def __init__(self, module: nnx.Module, roles: Roles, precision: Precision):
-        copy_attributes(module, self)
-        self.roles = roles
-        self.precision = precision
+    roles: Roles
+    precision: Precision
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         """Applies the MLP to the last axis."""
-        roles = self.roles
-        layers: dict[str, Any] = {path: module for _, _, path, module in children(self)}
+        roles, layers = self.roles, _layers_of(self)
         up, down = layers[roles.up], layers[roles.down]
         dtype = up.dtype or jnp.result_type(x, up.kernel[...])
-        settings: dict[str, Any] = {
-            "activation": roles.activation,
-            "residual": roles.residual and x.dtype == dtype,
-            "precision": self.precision,
-        }
-        norm = None if roles.norm is None else as_norm(layers[roles.norm]).as_op_norm()
-        cast = x.astype(dtype)
+        # The residual stream is not rounded to the dtype of the layers.
+        inside = roles.residual and x.dtype == dtype
+        settings: dict[str, Any] = {"residual": inside, "precision": self.precision}
+        settings["activation"] = roles.activation
+        norm = None if roles.norm is None else layers[roles.norm].as_op_norm()
+        of_x = x.astype(dtype), norm
         if roles.gate is None:
             weights = up.kernel[...], down.kernel[...], value_of(up.bias), value_of(down.bias)
-            y = ops.mlp(cast, norm, *weights, **settings)
+            y = ops.mlp(*of_x, *weights, **settings)
         else:
-            gate = layers[roles.gate]
-            y = ops.gated_mlp(
-                cast, norm, gate.kernel[...], up.kernel[...], down.kernel[...], **settings
-            )
-        return x + y if roles.residual and x.dtype != dtype else y
+            gated = (layers[path].kernel[...] for path in (roles.gate, roles.up, roles.down))
+            y = ops.gated_mlp(*of_x, *gated, **settings)
+        return x + y if roles.residual and not inside else y
+
+
+def convert_mlp(module: Any, roles: Roles, precision: Precision) -> None:
+    """Turns a module into a `ConvertedMLP`, in place."""
+    if roles.norm is not None:
+        convert_layer(_layers_of(module)[roles.norm], precision)
+    set_class(module, ConvertedMLP)
+    module.roles, module.precision = roles, precision
+
+
+def _layers_of(module: nnx.Module) -> dict[str, Any]:
+    return dict(modules_of(module))
 
 
 def roles_of(module: nnx.Module, kind: MLPClass) -> Roles:
@@ -91,17 +103,18 @@ def roles_of(module: nnx.Module, kind: MLPClass) -> Roles:
     Raises:
         ValueError: if it does not.
     """
-    layers = {p: m for _, _, p, m in children(module) if has_own_parameters(m)}
+    inside = _layers_of(module)
+    layers = {path: layer for path, layer in inside.items() if has_own_parameters(layer)}
     norms = [path for path, layer in layers.items() if _is_norm(layer)]
     linears = [path for path, layer in layers.items() if _is_linear(layer)]
-    count, others = (3 if kind is GatedMLP else 2), len(layers) - len(linears) - len(norms)
-    if len(linears) != count or len(norms) > 1 or others or has_own_parameters(module):
+    count = 3 if kind is GatedMLP else 2
+    if len(linears) != count or len(norms) > 1 or len(layers) > len(linears) + len(norms):
         raise ValueError(f"it does not consist of {count} nnx.Linear and at most one norm")
     if any(layers[path].kernel.ndim != 2 for path in linears):
         raise ValueError("its layers are stacked, as nnx.vmap makes them")
     if kind is GatedMLP and any(layers[path].bias is not None for path in linears):
         raise ValueError("its layers have biases")
-    if any(isinstance(m, nnx.Dropout) and m.rate > 0 for *_, m in children(module)):
+    if any(isinstance(m, nnx.Dropout) and m.rate > 0 for m in inside.values()):
         raise ValueError("it has Dropout, which the op does not compute")
     variables = nnx.split(module, nnx.Param, nnx.RngState, ...)[3]
     if names := [".".join(map(str, path)) for path, _ in nnx.to_flat_state(variables)]:
@@ -123,50 +136,40 @@ def _is_linear(layer: nnx.Module) -> bool:
 
 def _by_trial(module: Any, norms: list[str], linears: list[str]) -> Roles:
     """The roles with which the layers of `module` compute the same as `module`."""
-    layers: dict[str, Any] = {path: layer for _, _, path, layer in children(module)}
+    layers = _layers_of(module)
     shapes = {path: layers[path].kernel.shape for path in linears}
     candidates = list(_candidates(shapes, norms[0] if norms else None))
     if not candidates:
         raise ValueError(f"the shapes of its layers are {sorted(shapes.values())}")
-    examples = _examples(module, {shapes[roles.up][0] for roles in candidates})
-    width = examples[0][0].shape[-1]
-
-    def error(roles: Roles) -> float:
-        return max(
-            float(jnp.linalg.norm(_composed(layers, roles, x) - y) / jnp.linalg.norm(y))
-            for x, y in examples
-        )
-
-    errors = {roles: error(roles) for roles in candidates if shapes[roles.up][0] == width}
-    best = min(errors, key=errors.__getitem__)
-    if not errors[best] < AGREEMENT:
-        raise ValueError("it computes something else from its layers")
-    return best
-
-
-def _composed(layers: dict[str, Any], roles: Roles, x: Array) -> Array:
-    """The result of these layers in these roles."""
-    n = x if roles.norm is None else layers[roles.norm](x)
-    act, up = ops.ACTIVATIONS[roles.activation], layers[roles.up](n)
-    hidden = act(up) if roles.gate is None else act(layers[roles.gate](n)) * up
-    y: Array = layers[roles.down](hidden)
-    return x + y if roles.residual else y
-
-
-def _examples(module: Any, widths: set[int]) -> list[tuple[Array, Array]]:
-    """Random inputs of one of these widths, and what `module` returns for each."""
     failure: Exception | None = None
-    for width in sorted(widths):
+    for width in sorted({shapes[roles.up][0] for roles in candidates}):
         x = jax.random.normal(jax.random.key(0), (1, 4, width))
         try:
-            results = [(size * x, module(size * x)) for size in SIZES]
+            examples = [(size * x, module(size * x)) for size in SIZES]
         except Exception as error:
             failure = error
             continue
-        if any(not isinstance(y, jax.Array) or y.shape != x.shape for x, y in results):
-            raise ValueError("its result is not an array of the shape of its input")
-        return results
+        taken = [roles for roles in candidates if shapes[roles.up][0] == width]
+        errors = {roles: _error(layers, roles, examples) for roles in taken}
+        best = min(errors, key=errors.__getitem__)
+        if not errors[best] < AGREEMENT:
+            raise ValueError("it computes something else from its layers")
+        return best
     raise ValueError(f"it cannot be called with one array: {failure}") from failure
+
+
+def _error(layers: dict[str, Any], roles: Roles, examples: list[tuple[Array, Any]]) -> float:
+    """The largest relative error of these layers in these roles."""
+    errors = []
+    for x, y in examples:
+        if not isinstance(y, jax.Array) or y.shape != x.shape:
+            return math.inf
+        n = x if roles.norm is None else layers[roles.norm](x)
+        act, up = ops.ACTIVATIONS[roles.activation], layers[roles.up](n)
+        hidden = act(up) if roles.gate is None else act(layers[roles.gate](n)) * up
+        ours = layers[roles.down](hidden) + (x if roles.residual else 0.0)
+        errors.append(float(jnp.linalg.norm(ours - y) / jnp.linalg.norm(y)))
+    return max(errors)
 
 
 def _candidates(shapes: dict[str, tuple[int, ...]], norm: str | None) -> Iterator[Roles]:
@@ -190,7 +193,7 @@ def _in_fp32(module: nnx.Module) -> nnx.Module:
         for key, leaf in zip(keys, leaves, strict=True)
     ]
     copy = nnx.merge(graph, jax.tree.unflatten(tree, random), rest)
-    for _, _, _, layer in children(copy):
+    for _, layer in modules_of(copy):
         if getattr(layer, "dtype", None) is not None:
             layer.dtype = jnp.float32
     return copy

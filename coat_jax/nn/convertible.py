@@ -1,4 +1,4 @@
-"""Which of Flax's layers a conversion replaces or changes, and why it leaves others alone."""
+"""Which of Flax's layers a conversion changes, and why it leaves others alone."""
 
 from typing import Any
 
@@ -7,11 +7,56 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
+from coat_jax import ops
+from coat_jax.nn.children import set_class
 from coat_jax.nn.embed import Embed
 from coat_jax.nn.norm import LayerNorm, RMSNorm
+from coat_jax.precision import Precision
 
 LINEAR = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
 NORMS = (nnx.RMSNorm, nnx.LayerNorm)
+# Classes that have the same attributes.
+REPLACED: dict[type, Any] = {nnx.RMSNorm: RMSNorm, nnx.LayerNorm: LayerNorm, nnx.Embed: Embed}
+
+
+def convert_layer(module: Any, precision: Precision) -> None:
+    """Converts one of Flax's layers in place."""
+    if isinstance(module, nnx.Einsum):
+        module.einsum_op = ops.Einsum(precision)
+    elif isinstance(module, LINEAR):
+        module.dot_general = ops.DotGeneral(precision)
+    elif type(module) in REPLACED:
+        set_class(module, REPLACED[type(module)])
+        if not isinstance(module, Embed):
+            module.precision = precision
+
+
+def formats_of(module: Any, precision: Precision) -> str:
+    """What a layer becomes, if there is a reason to change it."""
+    if isinstance(module, nnx.Embed):
+        return "coat.nn.Embed, whose gradient is summed in FP32"
+    int8 = precision.int8_forward and not isinstance(module, NORMS)
+    return "INT8 and FP8" if int8 else "FP8"
+
+
+def why_not(module: Any, precision: Precision, source: str) -> str:
+    """Why a module stays as it is; empty if `convert_layer` should change it.
+
+    Args:
+        module: any module that has parameters.
+        precision: its precision.
+        source: what says so.
+    """
+    if isinstance(module, LINEAR):
+        return why_not_linear(module) if precision.fp8_linear else f"{source} is not FP8"
+    if isinstance(module, NORMS):
+        return why_not_norm(module) if precision.block else f"{source} leaves norms unchanged"
+    if isinstance(module, nnx.Embed):
+        fp8 = precision.fp8_linear or precision.block
+        return _why_not_embed(module) if fp8 else f"{source} is not FP8"
+    if type(module).__module__.startswith("coat_jax.nn"):
+        return "it already has a precision"
+    return "there is no FP8 version of this kind of module"
 
 
 def why_not_linear(module: Any) -> str:
@@ -25,7 +70,7 @@ def why_not_linear(module: Any) -> str:
 
 
 def why_not_norm(module: Any) -> str:
-    """Why one of NORMS stays as it is; empty if `as_norm` can replace it."""
+    """Why one of NORMS stays as it is; empty if ours computes the same."""
     if type(module) not in NORMS:
         kind = nnx.RMSNorm if isinstance(module, nnx.RMSNorm) else nnx.LayerNorm
         return f"it is not nnx.{kind.__name__} itself, and may compute something else"
@@ -37,8 +82,12 @@ def why_not_norm(module: Any) -> str:
     return ""
 
 
-def why_not_embed(module: nnx.Embed) -> str:
-    """Why an embedding stays as it is; empty if `as_embed` should replace it."""
+def has_own_promotion(module: Any) -> bool:
+    """Whether a layer of Flax promotes dtypes with another function than Flax's."""
+    return module.promote_dtype is not dtypes.promote_dtype
+
+
+def _why_not_embed(module: nnx.Embed) -> str:
     if isinstance(module, Embed):
         return "it sums its gradient in FP32 already"
     if type(module) is not nnx.Embed:
@@ -46,36 +95,6 @@ def why_not_embed(module: nnx.Embed) -> str:
     if jnp.dtype(module.dtype).itemsize >= jnp.dtype(jnp.float32).itemsize:
         return f"it sums its gradient in {jnp.dtype(module.dtype).name} already"
     return ""
-
-
-def has_own_promotion(module: Any) -> bool:
-    """Whether a layer of Flax promotes dtypes with another function than Flax's."""
-    return module.promote_dtype is not dtypes.promote_dtype
-
-
-def as_embed(module: nnx.Embed) -> Embed:
-    """The embedding of coat.nn with the attributes of Flax's."""
-    new = nnx.eval_shape(lambda: Embed(module.num_embeddings, module.features, rngs=nnx.Rngs(0)))
-    copy_attributes(module, new)
-    return new
-
-
-def as_norm(module: Any) -> RMSNorm | LayerNorm:
-    """The norm of coat.nn with the attributes of one of Flax's; a norm of coat.nn is returned."""
-    if isinstance(module, RMSNorm | LayerNorm):
-        return module
-    kind = RMSNorm if isinstance(module, nnx.RMSNorm) else LayerNorm
-    new = nnx.eval_shape(lambda: kind(module.num_features))
-    copy_attributes(module, new)
-    return new
-
-
-def copy_attributes(module: nnx.Module, new: nnx.Module) -> None:
-    """Gives `new` the attributes of `module`; Flax traverses the same ones in both."""
-    for name, value in vars(module).items():
-        if not name.startswith("_pytree__"):  # what Flax adds
-            is_data = module._pytree__nodes.get(name, False)
-            setattr(new, name, nnx.data(value) if is_data else value)
 
 
 def _why_not_einsum(module: nnx.Einsum) -> str:

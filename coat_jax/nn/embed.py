@@ -23,12 +23,11 @@ class Embed(nnx.Embed):
         if out_sharding is not None:
             return super().__call__(inputs, out_sharding)
         require_integers("The inputs of Embed", inputs)
-        rows = ops.embedding(self.embedding[...], self._from_start(in_int32(inputs)))
+        inputs = in_int32(inputs)
+        if self.num_embeddings == 1:  # as in Flax, all numbers mean this row
+            inputs = jnp.zeros_like(inputs)
+        rows = ops.embedding(
+            self.embedding[...], jnp.where(inputs < 0, inputs + self.num_embeddings, inputs)
+        )
         (rows,) = self.promote_dtype((rows,), dtype=self.dtype, inexact=False)
         return rows
-
-    def _from_start(self, inputs: Int[Array, "..."]) -> Int[Array, "..."]:
-        """The numbers counted from the first row. In a table of one row, all mean that row."""
-        if self.num_embeddings == 1:
-            return jnp.zeros_like(inputs)
-        return jnp.where(inputs < 0, inputs + self.num_embeddings, inputs)

@@ -13,9 +13,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from coat_jax import ops
-from coat_jax.nn.children import replace_modules, require_module
+from coat_jax.nn.children import modules_of, require_module, set_class
 from coat_jax.nn.convertible import has_own_promotion, why_not_linear
-from coat_jax.nn.parameters import value_of
+from coat_jax.nn.parameters import metadata, value_of
 from coat_jax.precision import COAT, Precision, precision_of
 
 
@@ -46,9 +46,8 @@ class LoRALinear(nnx.Module):
         if why := _what_would_be_lost(layer):
             raise ValueError(f"An nnx.LoRALinear cannot be frozen: {why}. That would be lost.")
         weight = ops.freeze(layer.kernel[...], precision=precision)
-        metadata = layer.kernel.get_metadata()
-        sharding = {k: metadata[k] for k in ("out_sharding",) if metadata.get(k) is not None}
-        self.codes = FrozenWeight(weight.codes, **sharding)
+        sharding = layer.kernel.get_metadata().get("out_sharding")
+        self.codes = FrozenWeight(weight.codes, **metadata(sharding))
         self.scale = FrozenWeight(weight.scale)
         self.bias = nnx.data(layer.bias)
         self.lora_a, self.lora_b = layer.lora.lora_a, layer.lora.lora_b
@@ -91,16 +90,15 @@ def freeze(model: nnx.Module, precision: Precision | str = COAT) -> nnx.Module:
             its name.
     """
     require_module("freeze", model)
-    frozen: list[nnx.Module] = []
-
-    def new(path: str, module: nnx.Module) -> nnx.Module:
-        if not isinstance(module, nnx.LoRALinear):
-            return module
-        frozen.append(LoRALinear(module, precision=precision))
-        return frozen[-1]
-
-    copy = replace_modules(model, new)
-    if not frozen:
+    copy: nnx.Module = nnx.merge(*nnx.split(model))
+    layers = [m for _, m in modules_of(copy) if isinstance(m, nnx.LoRALinear)]
+    for layer in layers:
+        if isinstance(layer, nnx.LoRALinear):  # not yet frozen by another path
+            frozen = vars(LoRALinear(layer, precision=precision))
+            vars(layer).clear()
+            vars(layer).update(frozen)
+            set_class(layer, LoRALinear)
+    if not layers:
         raise ValueError(
             f"{type(model).__name__} has no nnx.LoRALinear, whose weight could be frozen. Use "
             "nnx.LoRALinear instead of nnx.Linear for the layers to adapt."

@@ -4,7 +4,7 @@
     ModularGatedMLP     likewise gate, up and down
 
 They compute what `Attention` and `GatedMLP` do in full precision. `coat_jax.quantization` replaces
-the projections by quantized layers, and finds the ranges of their inputs.
+the projections by quantized layers (`make_modular`), and finds the ranges of their inputs.
 """
 
 from collections.abc import Callable
@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from coat_jax import ops
 from coat_jax.kernels.rotary import join_heads, split_heads
 from coat_jax.nn.attention import Attention
+from coat_jax.nn.children import set_class
 from coat_jax.nn.mlp import GatedMLP
 from coat_jax.nn.parameters import value_of
 from coat_jax.precision import BF16
@@ -34,15 +35,6 @@ class ModularAttention(Attention):
     Attributes:
         query, key, value, out: modules from [..., K] to [..., N], with their biases.
     """
-
-    def __init__(self, attention: Attention, make: MakeProjection):
-        """Takes all but the projections from `attention`."""
-        _adopt(self, attention)
-        for name in ATTENTION_PROJECTIONS:
-            bias = getattr(attention, f"{name}_bias")
-            setattr(self, name, make(name, getattr(attention, name), bias))
-            setattr(self, f"{name}_bias", nnx.data(None))
-        self.precision = BF16
 
     def _heads(self, x: Float[Array, "B S D"], positions: Array | None) -> Any:
         n = x if self.norm is None else self.norm(x)
@@ -64,19 +56,12 @@ class ModularAttention(Attention):
         return out(joined)
 
 
-class ModularGatedMLP(nnx.Module):
+class ModularGatedMLP(GatedMLP):
     """`GatedMLP` whose projections are modules.
 
     Attributes:
         gate, up, down: modules from [..., K] to [..., N].
     """
-
-    def __init__(self, mlp: GatedMLP, make: MakeProjection):
-        """Takes all but the projections from `mlp`."""
-        _adopt(self, mlp)
-        for name in MLP_PROJECTIONS:
-            setattr(self, name, make(name, getattr(mlp, name), None))
-        self.precision = BF16
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         """Applies the layer to the last axis."""
@@ -98,7 +83,12 @@ class Dense(nnx.Module):
         return ops.linear(x, value_of(self.kernel), value_of(self.bias), precision=BF16)
 
 
-def _adopt(new: nnx.Module, old: nnx.Module) -> None:
-    for name, value in vars(old).items():
-        if not name.startswith("_"):
-            setattr(new, name, value)
+def make_modular(layer: Attention | GatedMLP, make: MakeProjection) -> None:
+    """Replaces the projections of a layer by modules, in place."""
+    of_attention = isinstance(layer, Attention)
+    set_class(layer, ModularAttention if of_attention else ModularGatedMLP)
+    for name in ATTENTION_PROJECTIONS if of_attention else MLP_PROJECTIONS:
+        bias = getattr(layer, f"{name}_bias", None)  # a gated MLP has none
+        setattr(layer, name, make(name, getattr(layer, name), bias))
+        setattr(layer, f"{name}_bias", nnx.data(None))
+    layer.precision = BF16

@@ -13,12 +13,14 @@ from jaxtyping import Array, Float
 
 from coat_jax import ops
 from coat_jax.errors import UserError
+from coat_jax.kernels.norm import NormKind
 from coat_jax.nn.parameters import value_of, vector
 from coat_jax.precision import COAT, Precision, precision_of
 
 
 class _Norm(nnx.Module):
     dtype: DTypeLike | None = None
+    bias: nnx.Param | None = None
 
     def __init__(
         self,
@@ -39,7 +41,8 @@ class _Norm(nnx.Module):
 
     def as_op_norm(self) -> ops.Norm:
         """The norm as an argument of `coat.ops`, which compute it together with what follows."""
-        return ops.Norm(value_of(self.scale), None, "rms", self.epsilon)
+        kind: NormKind = "layer" if isinstance(self, LayerNorm) else "rms"
+        return ops.Norm(value_of(self.scale), value_of(self.bias), kind, self.epsilon)
 
     def __call__(self, x: Float[Array, "*rows D"], mask: None = None) -> Float[Array, "*rows D"]:
         """Normalizes the last axis. Flax's norms take a mask; here it must be None."""
@@ -67,6 +70,8 @@ class RMSNorm(_Norm):
 class LayerNorm(_Norm):
     """y = (x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias, in FP32 inside.
 
+    It takes the arguments of `RMSNorm`, and `use_bias`.
+
     Attributes:
         scale: [num_features], or None.
         bias: [num_features], or None.
@@ -79,27 +84,13 @@ class LayerNorm(_Norm):
         self,
         num_features: int,
         *,
-        epsilon: float = 1e-6,
-        use_scale: bool = True,
         use_bias: bool = True,
-        precision: Precision | str = COAT,
         param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs | None = None,
+        **settings: Any,
     ):
-        super().__init__(
-            num_features,
-            epsilon=epsilon,
-            use_scale=use_scale,
-            precision=precision,
-            param_dtype=param_dtype,
-            rngs=rngs,
-        )
+        super().__init__(num_features, param_dtype=param_dtype, **settings)
         bias = vector(num_features, fill=0.0, dtype=param_dtype)
         self.bias = nnx.data(bias if use_bias else None)
-
-    def as_op_norm(self) -> ops.Norm:
-        """The norm as an argument of `coat.ops`, which compute it together with what follows."""
-        return ops.Norm(value_of(self.scale), value_of(self.bias), "layer", self.epsilon)
 
 
 AnyNorm = RMSNorm | LayerNorm

@@ -64,21 +64,19 @@ def weight(
     They are drawn in FP32 and rounded, because an initializer draws other numbers for each dtype.
     """
     drawn_in = dtype if jnp.dtype(dtype).itemsize >= 4 else jnp.float32
-    return _param(init(rngs.params(), shape, drawn_in).astype(dtype), sharding)
+    return nnx.Param(init(rngs.params(), shape, drawn_in).astype(dtype), **metadata(sharding))
 
 
 def vector(
     size: int, sharding: tuple[str | None, ...] = (), *, fill: float, dtype: DTypeLike = jnp.float32
 ) -> nnx.Param:
     """A parameter that begins with equal values: the scale of a norm, or a bias."""
-    return _param(jnp.full((size,), fill, dtype), sharding)
+    return nnx.Param(jnp.full((size,), fill, dtype), **metadata(sharding))
 
 
-def _param(value: jax.Array, sharding: tuple[str | None, ...]) -> nnx.Param:
-    metadata: dict[str, Any] = {}
-    if any(sharding):
-        metadata["out_sharding"] = sharding
-    return nnx.Param(value, **metadata)
+def metadata(sharding: tuple[str | None, ...] | None) -> dict[str, Any]:
+    """The metadata of a variable that is sharded over these mesh axes."""
+    return {"out_sharding": sharding} if sharding and any(sharding) else {}
 
 
 def value_of(parameter: nnx.Param | None) -> Any:

@@ -5,7 +5,7 @@ from jaxtyping import Array, Float
 
 from coat_jax import ops
 from coat_jax.nn.lora import FrozenWeight
-from coat_jax.nn.parameters import value_of
+from coat_jax.nn.parameters import metadata, value_of
 from coat_jax.ops import Quantized
 from coat_jax.ops.quantized import Activations, require_quantized
 
@@ -38,10 +38,8 @@ class QuantizedLinear(nnx.Module):
             sharding: the mesh axes of w, inputs first.
         """
         require_quantized("QuantizedLinear", weight, activations)
-        of_codes = {"out_sharding": sharding[::-1]} if any(sharding) else {}
-        of_scale = {"out_sharding": sharding[1:]} if any(sharding[1:]) else {}
-        self.codes = FrozenWeight(weight.codes, **of_codes)
-        self.scale = FrozenWeight(weight.scale, **of_scale)
+        self.codes = FrozenWeight(weight.codes, **metadata(sharding[::-1]))
+        self.scale = FrozenWeight(weight.scale, **metadata(sharding[1:]))
         given = weight.input_scale
         self.input_scale = nnx.data(None if given is None else FrozenWeight(given))
         self.bias = nnx.data(bias)

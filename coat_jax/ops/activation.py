@@ -14,6 +14,7 @@ has one.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -41,7 +42,6 @@ from coat_jax.ops.checks import require_columns
 from coat_jax.ops.definition import SavedArray, define_op, restore, save_inputs
 from coat_jax.ops.projection import Input, Mode, Products, gradient_operand, recompute_input
 from coat_jax.precision import COAT, Precision, precision_of
-from coat_jax.probes import Probe
 
 NAMES = ("gate/saved", "up/saved")
 
@@ -81,11 +81,8 @@ def _specs(act: Activation, hidden: tuple[Array, ...]) -> PartitionSpec:
 def _forward(mode: Mode, act: Activation, hidden: tuple[Array, ...]) -> Any:
     precision = mode.precision
     saved, values = save_inputs(hidden, precision)
-
-    def record() -> Probe:
-        names = NAMES[: len(hidden)]
-        return recording.blocks(names, hidden, saved, precision.block, precision.forward)
-
+    of_block = precision.block, precision.forward
+    record = partial(recording.blocks, NAMES[: len(hidden)], hidden, saved, *of_block)
     return activate_reference(values, act).astype(hidden[0].dtype), (saved,), record
 
 
@@ -121,7 +118,8 @@ def save_activation(
             INT8 products itself, which saves a pass over them.
     """
     precision, dtype = mode.precision, hidden[0].dtype
-    size, stochastic = _fused_block(act, mode), precision.saves_stochastically
+    size = mode.fused_block if has_kernel(act) else None
+    stochastic = precision.saves_stochastically
     if size is not None:
         products = [p for p in unscaled if isinstance(p, int8.Product)]
         blocks, codes, maxima = activation_forward(
@@ -175,7 +173,7 @@ def activation_gradients(
         mode: how to compute.
     """
     hidden, scale = saved
-    size = _fused_block(act, mode)
+    size = mode.fused_block if has_kernel(act) else None
     if size is not None and scale is not None:
         blocks, dtype = [h for h in hidden if isinstance(h, Blocks)], mode.precision.backward
         if da_bound is None:
@@ -203,11 +201,6 @@ def gradient_values(
 ) -> tuple[Float[Array, "B S F"], ...]:
     """The gradients of hidden in FP32, from which the gradients of biases are computed."""
     return activate_backward(_values(saved.hidden, mode), da, act)
-
-
-def _fused_block(act: Activation, mode: Mode) -> int | None:
-    """The block size of the fused kernels; None if they do not compute this activation."""
-    return mode.fused_block if has_kernel(act) else None
 
 
 def _values(hidden: Sequence[SavedArray], mode: Mode) -> list[Float[Array, "B S F"]]:

@@ -27,7 +27,7 @@ from coat_jax.kernels.rotary import join_heads
 from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs
 from coat_jax.ops import recording
 from coat_jax.ops.checks import require_array, require_number, require_real
-from coat_jax.ops.definition import SavedArray, define_op, like_first, restore, save_array
+from coat_jax.ops.definition import SavedArray, define_op, restore, save_array
 from coat_jax.ops.projection import (
     Layers,
     Mode,
@@ -96,7 +96,8 @@ def attention(
         backend: "cudnn" or "xla"; None chooses cuDNN on a GPU for 16-bit arrays.
     """
     settings = _settings(q, k, v, causal, window, segments, scale, precision, backend)
-    return _attention(Mode(settings.precision, "xla"), (settings,), (q, k, v), segments)
+    mode = Mode(settings.precision, "xla")
+    return _attention(mode, (settings,), (q, k, v), segments, None)
 
 
 def attention_linear(
@@ -141,13 +142,7 @@ def _settings(
     backend: Backend | None,
 ) -> AttentionSettings:
     """The checked settings."""
-    for array in (q, k, v):
-        require_real("attention", array)
-    if not heads_fit(q.shape, k.shape, v.shape):
-        raise ValueError(
-            "attention takes q [B, S, N, H] and k, v [B, T, K, H], where K divides N and H is not "
-            f"0, not {q.shape}, {k.shape} and {v.shape}."
-        )
+    require_heads("attention", q, k, v)
     head_dim = q.shape[3]
     if window is not None:
         if isinstance(window, bool) or not isinstance(window, int | np.integer):
@@ -170,16 +165,24 @@ def _settings(
             f"cuDNN's attention takes heads of up to {MAX_CUDNN_HEAD} numbers, a multiple of 8, "
             f'not {head_dim}. Use backend="xla".'
         )
-    scale = head_dim**-0.5 if scale is None else scale
-    require_number("scale", scale)
+    if scale is None:
+        scale = head_dim**-0.5
+    else:
+        require_number("scale", scale)
     return AttentionSettings(causal, window, float(scale), precision_of(precision), backend)
 
 
-def heads_fit(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> bool:
-    """Whether queries of this shape can attend to keys and values of these."""
-    if len(q) != 4 or len(k) != 4 or k != v or (q[0], q[3]) != (k[0], k[3]):
-        return False
-    return k[2] > 0 and q[2] % k[2] == 0 and q[3] > 0
+def require_heads(name: str, q: Array, k: Array, v: Array) -> None:
+    """Raises unless the queries can attend to these keys and values."""
+    for array in (q, k, v):
+        require_real(name, array)
+    fit = q.ndim == 4 and k.ndim == 4 and k.shape == v.shape
+    fit = fit and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3]) and q.shape[3] > 0
+    if not fit or k.shape[2] < 1 or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"{name} takes q [B, S, N, H] and k, v [B, T, K, H], where K divides N and H is not 0, "
+            f"not {q.shape}, {k.shape} and {v.shape}."
+        )
 
 
 # --- What attention saves, and its gradients ---------------------------------------------------
@@ -308,94 +311,68 @@ def _pullback_indices(
     return leaves.index(o) if o in leaves else None, shapes.index(row) if row in shapes else None
 
 
-def _attention_forward(
-    mode: Mode, settings: AttentionSettings, qkv: Sequence[Array], segments: Array | None
-) -> Any:
-    o, saved = save_attention(settings, qkv, segments)
-    return o, (saved, segments), lambda: _in_blocks(mode, (*qkv, o), saved)
-
-
-def _attention_backward(
-    mode: Mode,
-    settings: AttentionSettings,
-    saved: SavedAttention,
-    segments: Array | None,
-    do: Array,
-) -> Any:
-    _, pull = recompute_attention(settings, saved, segments, do.dtype)
-    return (pull(do), None), dict
-
-
 def _in_blocks(mode: Mode, tensors: Sequence[Array], saved: SavedAttention) -> Probe:
     """The statistics of q, k, v and o in telemetry."""
     size, dtype = mode.precision.attention_block, mode.precision.forward
     return recording.blocks(BLOCKS, tensors, (*saved.inputs, saved.output), size, dtype)
 
 
-_attention = define_op(
-    "attention",
-    _attention_forward,
-    _attention_backward,
-    blocks=BLOCKS,
-    size="attention_block",
-    specs=lambda settings, qkv, _: like_first(qkv[0]),
-)
-
-
-def _attention_linear_forward(
+def _forward(
     mode: Mode,
     settings: AttentionSettings,
     qkv: Sequence[Array],
     segments: Array | None,
-    layers: Layers,
+    layers: Layers | None,
 ) -> Any:
     dtype = qkv[0].dtype
     output, saved = save_attention(settings, qkv, segments)
+    in_blocks = partial(_in_blocks, mode, (*qkv, output), saved)
+    if layers is None:
+        return output, (saved, None, segments, None, ()), in_blocks
     used = output if mode.precision.exact_forward else saved.output
     o = join_heads(restore(used, dtype, mode.precision.attention_block))
     n = quantize_input(o, dtype, mode)
     scale = fp8_scale(n, mode)
-    (y,), scales = project(n, layers, dtype, mode)
+    (y,), scales, _ = project(n, layers, dtype, mode)
 
     def record() -> Probe:
-        products = recording.products("out/input", o, scale, layers, scales, mode)
-        return products | _in_blocks(mode, (*qkv, output), saved)
+        return recording.products("out/input", o, scale, layers, scales, mode) | in_blocks()
 
     return y, (saved, scale, segments, layers, scales), record
 
 
-def _attention_linear_backward(
+def _backward(
     mode: Mode,
     settings: AttentionSettings,
     saved: SavedAttention,
     scale: Array | None,
     segments: Array | None,
-    layers: Layers,
+    layers: Layers | None,
     scales: Scales,
     dy: Array,
 ) -> Any:
     o, pull = recompute_attention(settings, saved, segments, dy.dtype)
+    if layers is None:
+        return (pull(dy), None, None), dict
     n = recompute_input(join_heads(o), scale, dy.dtype, mode)
     g = [gradient_operand(dy, mode)]
     do = input_gradient(layers, scales, g, o.dtype, mode).reshape(o.shape)
     d_layers = parameter_gradients(n, layers, g, lambda: (dy,))
-    gradients = (pull(do), None, d_layers)
-    return gradients, lambda: recording.gradients((dy,), g, mode)
+    return (pull(do), None, d_layers), lambda: recording.gradients((dy,), g, mode)
 
 
 def _specs(
-    settings: AttentionSettings, qkv: Sequence[Array], segments: Array | None, layers: Layers
+    settings: AttentionSettings, qkv: Sequence[Array], segments: Any, layers: Layers | None
 ) -> PartitionSpec:
-    return merge_specs(*explicit_spec(qkv[0])[:2], explicit_spec(layers.weights[0])[1])
+    of_q = explicit_spec(qkv[0])
+    columns = of_q[2:] if layers is None else explicit_spec(layers.weights[0])[1:]
+    return merge_specs(*of_q[:2], *columns)
 
 
-_attention_linear = define_op(
-    "attention_linear",
-    _attention_linear_forward,
-    _attention_linear_backward,
-    blocks=BLOCKS,
-    size="attention_block",
-    operands=("out/input",),
-    weights=("out",),
-    specs=_specs,
+_define = partial(
+    define_op, forward=_forward, backward=_backward, blocks=BLOCKS, size="attention_block"
+)
+_attention = _define("attention", specs=_specs)
+_attention_linear = _define(
+    "attention_linear", operands=("out/input",), weights=("out",), specs=_specs
 )

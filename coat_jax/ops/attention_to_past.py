@@ -8,8 +8,8 @@ per head is small, so nothing is fused, and without a backward pass nothing is s
 
 from jaxtyping import Array, Bool, Float
 
-from coat_jax.ops.attention import dot_product_attention, heads_fit
-from coat_jax.ops.checks import require_array, require_real
+from coat_jax.ops.attention import dot_product_attention, require_heads
+from coat_jax.ops.checks import require_array
 
 
 def attention_to_past(
@@ -29,15 +29,12 @@ def attention_to_past(
         visible: the slots that the token attends to; at least one in each sequence.
         scale: of the scores, 1 / sqrt(H) by default.
     """
-    for array in (q, keys, values):
-        require_real("attention_to_past", array)
+    require_heads("attention_to_past", q, keys, values)
     require_array("attention_to_past", visible)
-    fit = heads_fit(q.shape, keys.shape, values.shape) and q.shape[1] == 1
-    if not fit or visible.shape != keys.shape[:2]:
+    if q.shape[1] != 1 or visible.shape != keys.shape[:2]:
         raise ValueError(
-            "attention_to_past takes q [B, 1, N, H], keys and values [B, T, K, H] and visible "
-            f"[B, T], where K divides N, not {q.shape}, {keys.shape}, {values.shape} and "
-            f"{visible.shape}."
+            "attention_to_past takes q [B, 1, N, H] and visible [B, T] for keys [B, T, K, H], not "
+            f"{q.shape}, {visible.shape} and {keys.shape}."
         )
     mask = visible[:, None, None, :]
     return dot_product_attention(q, keys, values, mask=mask, scale=scale, implementation="xla")

@@ -1,7 +1,6 @@
 """Checks of the ops' arguments: each error names what arrived and what is required."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,28 +8,6 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from coat_jax.kernels.norm import Norm
-
-
-def require_layers(
-    name: str, columns: int, weights: Sequence[Array], biases: Sequence[Array | None]
-) -> None:
-    """Raises unless each weight is [columns, N] and each bias [N], all real floats."""
-    if not weights:
-        raise ValueError(f"{name} needs at least one weight.")
-    for weight, bias in zip(weights, biases, strict=True):
-        require_real(name, weight)
-        if bias is not None:
-            require_real(name, bias)
-        if weight.ndim != 2 or weight.shape[0] != columns:
-            raise ValueError(
-                f"{name} got an input with {columns} columns and a weight of shape "
-                f"{weight.shape}. A weight is [{columns}, N]: inputs times outputs."
-            )
-        if bias is not None and bias.shape != weight.shape[1:]:
-            raise ValueError(
-                f"{name} got a bias of shape {bias.shape} for a weight of shape {weight.shape}: "
-                f"it should be {weight.shape[1:]}."
-            )
 
 
 def require_columns(name: str, x: Array) -> None:

@@ -25,13 +25,9 @@ from jaxtyping import Array, Float, Int
 
 from coat_jax.numerics.explicit_axes import shard_inside
 from coat_jax.numerics.mesh_axes import automatic_mesh
-from coat_jax.ops.checks import (
-    require_columns,
-    require_integers,
-    require_layers,
-    require_number,
-)
+from coat_jax.ops.checks import require_columns, require_integers, require_number
 from coat_jax.ops.embedding import in_int32
+from coat_jax.ops.projection import as_layers
 
 IGNORED = -100
 
@@ -73,7 +69,7 @@ def cross_entropy_sum(
 ) -> Float[Array, ""]:
     """The sum of the losses that `cross_entropy` takes the mean of; see there."""
     require_columns("cross_entropy", hidden)
-    require_layers("cross_entropy", hidden.shape[-1], (weight,), (None,))
+    as_layers("cross_entropy", hidden.shape[-1], (weight,), None)
     require_integers("labels", labels)
     if hidden.ndim < 2 or labels.shape != hidden.shape[:-1]:
         raise ValueError(

@@ -29,7 +29,7 @@ from coat_jax import probes
 from coat_jax.kernels.sharding import as_3d
 from coat_jax.numerics.blocks import Blocks, from_blocks, to_blocks
 from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs, shard_inside
-from coat_jax.ops.projection import Layers, Mode
+from coat_jax.ops.projection import Mode
 from coat_jax.precision import Precision
 from coat_jax.probes import OptionalProbe, Probe
 
@@ -78,7 +78,10 @@ def define_op(
     def probe_of(mode: Mode, arrays: tuple[Any, ...]) -> OptionalProbe:
         if mode.format is None or not operands:
             return probes.probe(name, tensors(mode))
-        names = weights or _numbered(arrays[1])
+        names = weights
+        if names is None:
+            count = len(arrays[1].weights)
+            names = tuple(map(str, range(count))) if count > 1 else ("",)
         return probes.probe(name, tensors(mode), names, ("weight", "gradient"))
 
     def run(mode: Mode, static: Static, *arrays: Any) -> Any:
@@ -127,12 +130,6 @@ def define_op(
         return shard_inside(call, partial(specs, *static, *arrays), *arrays, probe)
 
     return op
-
-
-def _numbered(layers: Layers) -> tuple[str, ...]:
-    """The names of weights that have none."""
-    count = len(layers.weights)
-    return tuple(map(str, range(count))) if count > 1 else ("",)
 
 
 def _record(probe: Probe, record: Record) -> Probe:

@@ -77,7 +77,6 @@ class DotGeneral(_Product):
         def op(lhs: Array, rhs: Array) -> Array:
             x = lhs.transpose(*rows, *left).reshape(*whole.shape[: len(rows)], contracted)
             columns = math.prod(whole.shape[len(rows) :])
-            columns = math.prod(whole.shape[len(rows) :])
             w = rhs.transpose(*right, *others).reshape(contracted, columns)
             return linear(x, w, precision=self.precision).reshape(whole.shape)
 

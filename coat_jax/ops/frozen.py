@@ -23,11 +23,12 @@ from coat_jax.kernels.gemm import Operand
 from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs, shard_inside
 from coat_jax.numerics.formats import format_of
 from coat_jax.numerics.minifloat import Minifloat
-from coat_jax.ops.checks import require_columns, require_layers, require_real
+from coat_jax.ops.checks import require_columns, require_real
 from coat_jax.ops.definition import batch_alike, define_op
 from coat_jax.ops.projection import (
     Layers,
     Mode,
+    as_layers,
     as_operand,
     gradient_operand,
     input_gradient,
@@ -96,8 +97,8 @@ def adapted_linear(
             f"adapted_linear takes an adapter of two arrays, not {type(adapter).__name__}."
         )
     a, c = adapter
-    require_layers("adapted_linear", x.shape[-1], (a,), (None,))
-    require_layers("adapted_linear's adapter", a.shape[-1], (c,), (bias,))
+    as_layers("adapted_linear", x.shape[-1], (a,), None)
+    as_layers("adapted_linear's adapter", a.shape[-1], (c,), (bias,))
     if weight.codes.shape != (x.shape[-1], c.shape[1]):
         raise ValueError(
             f"adapted_linear got an input with {x.shape[-1]} columns, an adapter with {c.shape[1]} "

@@ -8,6 +8,7 @@ full precision both functions save x itself.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -36,7 +37,6 @@ from coat_jax.ops.projection import (
     residual_of,
 )
 from coat_jax.precision import COAT, Precision
-from coat_jax.probes import Probe
 
 
 def linear(
@@ -99,12 +99,9 @@ def _specs(x: Array, layers: Layers, *_: Norm) -> tuple[PartitionSpec, ...]:
 
 def _linear_forward(mode: Mode, x: Array, layers: Layers) -> Any:
     n = quantize_input(x, x.dtype, mode)
-    outputs, scales = project(n, layers, x.dtype, mode)
+    outputs, scales, _ = project(n, layers, x.dtype, mode)
     saved = residual_of(x, n, mode)
-
-    def record() -> Probe:
-        return recording.products("input", x, saved.scale, layers, scales, mode)
-
+    record = partial(recording.products, "input", x, saved.scale, layers, scales, mode)
     return batch_alike(*outputs), (saved, layers, scales), record
 
 
@@ -127,11 +124,8 @@ _linear = define_op(
 
 def _norm_linear_forward(mode: Mode, x: Array, layers: Layers, norm: Norm) -> Any:
     saved, n = save_norm(x, norm, mode)
-    outputs, scales = project(n, layers, x.dtype, mode)
-
-    def record() -> Probe:
-        return recording.norm(x, saved, layers, scales, mode)
-
+    outputs, scales, _ = project(n, layers, x.dtype, mode)
+    record = partial(recording.norm, x, saved, layers, scales, mode)
     return batch_alike(*outputs), (saved, layers, scales), record
 
 

@@ -33,8 +33,6 @@ from coat_jax.ops.projection import (
     bounded_input_gradient,
     input_gradient,
     mode_of,
-    multiply,
-    outputs_of,
     parameter_gradients,
     project,
 )
@@ -145,11 +143,10 @@ def _forward(
     down: Layers,
 ) -> Any:
     saved, n = save_norm(x, norm, mode)
-    products, scales = multiply(n, layers, x.dtype, mode)
-    pre_activations = outputs_of(products, layers, x.dtype)
+    pre_activations, scales, products = project(n, layers, x.dtype, mode)
     unscaled = products if all(bias is None for bias in layers.biases) else ()
     hidden, a = save_activation(pre_activations, act, mode, unscaled=unscaled)
-    (y,), down_scales = project(a, down, x.dtype, mode)
+    (y,), down_scales, _ = project(a, down, x.dtype, mode)
 
     def record() -> Probe:
         before = recording.norm(x, saved, layers, scales, mode)

@@ -11,6 +11,7 @@ statistics of x; without it, both normalize the saved x. Without a norm, n is th
 functions are `jnp`, or a kernel if `mode.fused_block` is set.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -37,7 +38,6 @@ from coat_jax.ops.checks import require_columns, require_norm
 from coat_jax.ops.definition import SavedArray, define_op, like_first, restore, save_inputs
 from coat_jax.ops.projection import Input, Mode, fp8_scale, recompute_input
 from coat_jax.precision import COAT, Precision, precision_of
-from coat_jax.probes import Probe
 
 
 def norm(
@@ -59,10 +59,8 @@ def _forward(mode: Mode, x: Array, norm: Norm) -> Any:
     precision = mode.precision
     (saved,), (values,) = save_inputs((x,), precision)
     stats = statistics(values, norm)
-
-    def record() -> Probe:
-        return recording.blocks(("saved",), (x,), (saved,), precision.block, precision.forward)
-
+    of_block = precision.block, precision.forward
+    record = partial(recording.blocks, ("saved",), (x,), (saved,), *of_block)
     return normalize(values, stats, norm).astype(x.dtype), (saved, stats, norm), record
 
 
@@ -90,7 +88,11 @@ def save_norm(x: Float[Array, "B S D"], norm: Norm | None, mode: Mode) -> tuple[
     scale = None
     stats: Stats | None = None
     if norm is not None and mode.format is not None:
-        bound = bound_of_norm(norm, x.shape[-1], _rounding(precision))
+        rounding = 0.0  # the largest relative error of the saved x, if statistics are not its own
+        if precision.block is not None and precision.exact_forward:
+            bits = format_of(precision.forward).mantissa_bits
+            rounding = 2.0 ** -(bits if precision.saves_stochastically else bits + 1)
+        bound = bound_of_norm(norm, x.shape[-1], rounding)
         scale = gemm.tensor_scale(bound, mode.format)
         if mode.fused_block is not None:
             blocks, stats, codes, largest = norm_forward(
@@ -162,11 +164,3 @@ def norm_gradient(
     if residual is not None:
         dx = dx + residual.astype(jnp.float32)
     return dx.astype(dn.dtype), d_norm
-
-
-def _rounding(precision: Precision) -> float:
-    """The largest relative rounding error of the saved x, if the statistics are not its own."""
-    if precision.block is None or not precision.exact_forward:
-        return 0.0
-    to_nearest = 2.0 ** -(format_of(precision.forward).mantissa_bits + 1)
-    return float(2 * to_nearest if precision.saves_stochastically else to_nearest)

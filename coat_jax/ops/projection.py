@@ -25,7 +25,7 @@ from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.gemm import Operand
 from coat_jax.numerics.formats import E5M2, format_of
 from coat_jax.numerics.noise import NoiseStream
-from coat_jax.ops.checks import require_layers
+from coat_jax.ops.checks import require_real
 from coat_jax.precision import Precision, precision_of
 
 Outputs = tuple[Float[Array, "*rows N"], ...]
@@ -139,14 +139,10 @@ def gradient_operand(dy: Float[Array, "*rows N"], mode: Mode) -> Operand:
     return gemm.operand(dy, mode.gradient_format, "both", mode.implementation, stream=stream)
 
 
-def project(n: Input, layers: Layers, dtype: DTypeLike, mode: Mode) -> tuple[Outputs, Scales]:
-    """Returns the outputs of all layers in `dtype`, and the weights' scales, which are saved."""
-    products, scales = multiply(n, layers, dtype, mode)
-    return outputs_of(products, layers, dtype), scales
-
-
-def multiply(n: Input, layers: Layers, dtype: DTypeLike, mode: Mode) -> tuple[Products, Scales]:
-    """Returns the products of all layers, those in INT8 unscaled, and the weights' scales."""
+def project(
+    n: Input, layers: Layers, dtype: DTypeLike, mode: Mode
+) -> tuple[Outputs, Scales, Products]:
+    """Returns outputs in `dtype`, the weights' scales, and the products, those in INT8 unscaled."""
     products: list[Array | int8.Product] = []
     scales = []
     for weight in layers.weights:
@@ -158,16 +154,11 @@ def multiply(n: Input, layers: Layers, dtype: DTypeLike, mode: Mode) -> tuple[Pr
             w = as_operand(weight, dtype, mode, "transposed")
             products.append(gemm.product(n, w, dtype))
             scales.append(w.scale)
-    return tuple(products), tuple(scales)
-
-
-def outputs_of(products: Products, layers: Layers, dtype: DTypeLike) -> Outputs:
-    """The outputs of layers, from their products."""
     outputs = []
     for product, bias in zip(products, layers.biases, strict=True):
         y = product.scaled(dtype) if isinstance(product, int8.Product) else product
         outputs.append(y if bias is None else y + jnp.broadcast_to(bias.astype(dtype), y.shape))
-    return tuple(outputs)
+    return tuple(outputs), tuple(scales), tuple(products)
 
 
 def input_gradient(
@@ -228,15 +219,16 @@ def parameter_gradients(
     )
     if all(bias is None for bias in layers.biases):
         return Layers(weights, layers.biases)
-    biases = tuple(
-        None if bias is None else _sum_of_rows(dy).astype(bias.dtype)
+
+    def gradient(bias: Array, dy: Array) -> Array:
+        rows = tuple(range(dy.ndim - 1))
+        return jnp.sum(dy.astype(jnp.float32), axis=rows).astype(bias.dtype)
+
+    biases = (
+        None if bias is None else gradient(bias, dy)
         for bias, dy in zip(layers.biases, gradients(), strict=True)
     )
-    return Layers(weights, biases)
-
-
-def _sum_of_rows(dy: Float[Array, "*rows N"]) -> Float[Array, " N"]:
-    return jnp.sum(dy.astype(jnp.float32), axis=tuple(range(dy.ndim - 1)))
+    return Layers(weights, tuple(biases))
 
 
 def as_layers(
@@ -261,5 +253,20 @@ def as_layers(
             f"{len(weights)} weights came with {given} biases. Give one per weight, None for a "
             "layer without one."
         )
-    require_layers(name, columns, weights, biases)
+    if not weights:
+        raise ValueError(f"{name} needs at least one weight.")
+    for weight, bias in zip(weights, biases, strict=True):
+        require_real(name, weight)
+        if bias is not None:
+            require_real(name, bias)
+        if weight.ndim != 2 or weight.shape[0] != columns:
+            raise ValueError(
+                f"{name} got an input with {columns} columns and a weight of shape "
+                f"{weight.shape}. A weight is [{columns}, N]: inputs times outputs."
+            )
+        if bias is not None and bias.shape != weight.shape[1:]:
+            raise ValueError(
+                f"{name} got a bias of shape {bias.shape} for a weight of shape {weight.shape}: "
+                f"it should be {weight.shape[1:]}."
+            )
     return Layers(tuple(weights), tuple(biases))

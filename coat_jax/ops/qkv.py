@@ -8,6 +8,7 @@ gradients of q and k are rotated back in the pass that rounds them for their pro
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -45,7 +46,6 @@ from coat_jax.ops.projection import (
 )
 from coat_jax.ops.rotary import Rotary, require_rotary
 from coat_jax.precision import COAT, Precision
-from coat_jax.probes import Probe
 
 Heads = Float[Array, "B S N H"]
 NAMES = ("query", "key", "value")
@@ -114,15 +114,12 @@ def _forward(
     positions: Array | None,
 ) -> Any:
     saved, n = save_norm(x, norm, mode)
-    outputs, scales = project(n, layers, x.dtype, mode)
+    outputs, scales, _ = project(n, layers, x.dtype, mode)
     q, k, v = (split_heads(y, head_dim) for y in outputs)
     if rotary is not None and positions is not None:
         angles = rotary.cos_sin(positions, head_dim)
         q, k = rotary_forward(q, *angles), rotary_forward(k, *angles)
-
-    def record() -> Probe:
-        return recording.norm(x, saved, layers, scales, mode)
-
+    record = partial(recording.norm, x, saved, layers, scales, mode)
     return batch_alike(x, q, k, v), (saved, layers, scales, positions), record
 
 

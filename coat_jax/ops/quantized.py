@@ -18,7 +18,7 @@ If a row of x has a NaN or an infinity, that row of y has no finite number. A st
 exception: infinities saturate.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from coat_jax.ops.checks import require_columns, require_real
 
 Activations = Literal["none", "static", "dynamic"]
 
-ACTIVATION_MODES: tuple[Activations, ...] = ("none", "static", "dynamic")
+ACTIVATION_MODES: tuple[Activations, ...] = get_args(Activations)
 
 
 class Quantized(NamedTuple):
@@ -105,7 +105,16 @@ def quantized_linear(
     x = jnp.asarray(x)  # NumPy's FP64 becomes FP32
     require_quantized("quantized_linear", weight, activations)
     name = eight_bits.format_of_codes(weight.codes.dtype)
-    _require_shapes(x, weight, bias)
+    if weight.codes.ndim != 2 or weight.codes.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"quantized_linear got an input with {x.shape[-1]} columns and codes of shape "
+            f"{weight.codes.shape}: they should be [outputs, {x.shape[-1]}]."
+        )
+    if bias is not None and bias.shape != weight.scale.shape:
+        raise ValueError(
+            f"quantized_linear got a bias of shape {bias.shape}: it should be "
+            f"{weight.scale.shape}, one number per output."
+        )
     # FP16 cannot hold sums of codes. BF16 can: they are then rounded before they are scaled.
     wide = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
     if activations == "none":
@@ -173,17 +182,4 @@ def require_quantized(name: str, weight: Quantized, activations: Activations) ->
         raise ValueError(
             f'activations="static" needs a weight with an input_scale, other modes one without; '
             f"activations={activations!r}, and the weight {there}."
-        )
-
-
-def _require_shapes(x: Array, weight: Quantized, bias: Array | None) -> None:
-    if weight.codes.ndim != 2 or weight.codes.shape[1] != x.shape[-1]:
-        raise ValueError(
-            f"quantized_linear got an input with {x.shape[-1]} columns and codes of shape "
-            f"{weight.codes.shape}: they should be [outputs, {x.shape[-1]}]."
-        )
-    if bias is not None and bias.shape != weight.scale.shape:
-        raise ValueError(
-            f"quantized_linear got a bias of shape {bias.shape}: it should be "
-            f"{weight.scale.shape}, one number per output."
         )

