@@ -1,13 +1,12 @@
-"""How often runs fail by format, and whether anything predicts it: stability.json."""
+"""How often runs fail by format: stability.json."""
 
 import functools
 
 from experiments.published.results import FOLDER
-from experiments.stability.alarms import SIGNALS, announced_by
 from experiments.stability.arms import BASELINE
 from experiments.stability.conditions import Conditions, conditions_of
 from experiments.stability.failures import Rate
-from experiments.stability.show import above_baseline, all_runs, compared, points, verdicts
+from experiments.stability.show import above_baseline, compared, points, verdicts
 from experiments.stability.study import STUDY
 
 BEST, HIGHEST = 1e-3, 0.3  # learning rates: with the lowest losses, and where runs fail
@@ -57,16 +56,6 @@ def arms() -> list[list[str]]:
 def more_failures(arm: str, part: str = "difference", ratio: str = "0") -> str:
     """By how many percentage points more of an arm's runs fail; or the interval's low or high."""
     return f"{100 * getattr(compared(measured(float(ratio)), arm), part):+.1f}"
-
-
-def most_warned() -> str:
-    """The largest share of divergences before which an alarm sounds, in percent."""
-    shares = [
-        announced_by(signal, all_runs(found), found.settings.every)
-        for found in (measured(), measured(1.0))
-        for signal in SIGNALS
-    ]
-    return f"{100 * max(shares):.0f}"
 
 
 def _count(rate: Rate) -> str:

@@ -5,7 +5,7 @@
     training, unscaled   all seeds and learning rates of a format as one program
     sharpness            how much a token's loss can grow if its logits change a little
     events               what counts as diverged and stuck: fixed before the runs
-    failures, alarms     exact statistics of pairs; whether a signal warns of a divergence
+    failures             exact statistics of pairs
     conditions, show     runs that can be compared; tables and pictures of them
 
 Commit 12e08a75 also measured spikes, areas under ROC curves, sensitivity to the learning rate, and

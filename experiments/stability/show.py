@@ -1,4 +1,4 @@
-"""What was found: how often each arm fails, its loss, and what announces a divergence."""
+"""Shows how often each arm fails, and its loss."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,6 @@ import numpy as np
 
 from experiments import records
 from experiments.row_files import Row
-from experiments.stability.alarms import FALSE_ALARMS, SIGNALS, announced_by
 from experiments.stability.arms import ARMS, BASELINE
 from experiments.stability.conditions import Conditions, Run, Runs, conditions_of
 from experiments.stability.failures import Paired, Rate, paired, wilson
@@ -114,8 +113,6 @@ def show(rows: list[Row], folder: Path | None) -> None:
         tables.show(
             f"Final loss above {BASELINE}'s, of the same seeds; {ceiling}", loss_rows(found)
         )
-        title = f"Divergences before which an alarm sounds, with {FALSE_ALARMS:.0%} false alarms"
-        tables.show(title, alarm_rows(found))
         if folder is not None:
             print(draw(found, folder))
 
@@ -147,16 +144,6 @@ def loss_rows(found: Conditions) -> list[list[str]]:
             [arm, *(f"{100 * m.mean:+.2f} ± {100 * m.half:.2f}" if m else "" for m in shown)]
         )
     return cells
-
-
-def alarm_rows(found: Conditions) -> list[list[str]]:
-    """How many divergences each signal announces."""
-    runs, every = list(all_runs(found)), found.settings.every
-    rows = [["signal", "announces, %"]]
-    for signal in SIGNALS:
-        share = announced_by(signal, runs, every)
-        rows.append([signal, "?" if math.isnan(share) else f"{100 * share:.0f}"])
-    return rows
 
 
 # --- The picture -----------------------------------------------------------------------------

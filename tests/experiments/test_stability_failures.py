@@ -1,12 +1,10 @@
-"""How often runs fail, against closed forms and brute force; and whether alarms announce it."""
+"""How often runs fail, against closed forms and brute force."""
 
 import math
 from fractions import Fraction
 
-import numpy as np
 import pytest
 
-from experiments.stability.alarms import FALSE_ALARMS, PAST, announced, rises
 from experiments.stability.failures import mcnemar, paired, tango, wilson
 
 # --- Rates -----------------------------------------------------------------------------------
@@ -90,30 +88,3 @@ def test_counts_that_are_no_share_are_refused(bad):
         wilson(*bad)
     with pytest.raises(ValueError, match="no shares"):
         tango(bad[0], 0, bad[1])
-
-
-# --- Alarms ----------------------------------------------------------------------------------
-
-
-def test_a_rise_is_over_the_median_of_the_points_before():
-    signal = np.full((1, 30), 2.0)
-    signal[0, 20] = 6.0
-    expected = np.zeros(30)
-    expected[20] = np.log(3)
-    np.testing.assert_allclose(rises(signal)[0], expected, atol=1e-12)
-    signal[0, 20] = np.nan
-    assert rises(signal)[0, 20] == np.inf
-    assert np.all(rises(signal)[0, :PAST] == 0)
-
-
-def test_alarms_announce_the_divergences_before_which_a_signal_rises():
-    random = np.random.default_rng(2)
-    trained = np.exp(0.1 * random.standard_normal((200, 100)))
-    diverged = np.exp(0.1 * random.standard_normal((40, 100)))
-    diverged[:30, 68:] *= 5.0
-    assert announced(diverged, [80] * 40, trained) == pytest.approx(30 / 40, abs=0.11)
-    assert announced(diverged[:30], [68] * 30, trained) < 0.2  # it rises with the divergence
-    # Every alarm of the runs that train is a false one.
-    assert announced(trained, [100] * 200, trained) == FALSE_ALARMS
-    assert math.isnan(announced(diverged[:0], [], trained))
-    assert math.isnan(announced(diverged, [80] * 40, trained[:0]))
