@@ -32,21 +32,30 @@ ADVICE = (
 )
 
 
+LABELS = {
+    "optimizer": "optimizer state",
+    "activations": "saved activations",
+    "peak": "peak memory of the step",
+    "limit": "the device's limit",
+    "on_host": "optimizer state on the host",
+}
+
+
 class DeviceMemory(NamedTuple):
     """Bytes on each device; `limit` is None if the device does not report it."""
 
     parameters: int
     gradients: int
-    optimizer_state: int
-    saved_activations: int
-    peak_memory: int
+    optimizer: int
+    activations: int
+    peak: int
     limit: int | None
-    optimizer_state_on_host: int = 0
+    on_host: int = 0
 
     @property
     def fits(self) -> bool:
         """Whether the peak memory is within the limit, as far as that is known."""
-        return self.limit is None or self.peak_memory <= self.limit
+        return self.limit is None or self.peak <= self.limit
 
 
 def account(
@@ -62,11 +71,11 @@ def account(
     return DeviceMemory(
         parameters=_shard_bytes(state.params),
         gradients=_gradients(config, split_trained(config, state.params)[0]),
-        optimizer_state=_shard_bytes(moments) - on_host,
-        saved_activations=saved_activations(config.model, rows, config.sequence_length),
-        peak_memory=peak,
+        optimizer=_shard_bytes(moments) - on_host,
+        activations=saved_activations(config.model, rows, config.sequence_length),
+        peak=peak,
         limit=(device.memory_stats() or {}).get("bytes_limit"),
-        optimizer_state_on_host=on_host,
+        on_host=on_host,
     )
 
 
@@ -112,13 +121,13 @@ def saved_activations(config: models.ModelConfig, rows: int, sequence: int) -> i
 
 def table(memory: DeviceMemory) -> Table:
     """Returns the account as a table to print."""
-    size, unit = (1e9, "GB") if memory.peak_memory >= 1e9 else (1e6, "MB")
+    size, unit = (1e9, "GB") if memory.peak >= 1e9 else (1e6, "MB")
     found = Table("", unit, title="Memory of each device", title_justify="left")
     found.columns[1].justify = "right"
     for name, count in memory._asdict().items():
         if count:
-            last = name == "saved_activations"
-            found.add_row(name.replace("_", " "), f"{count / size:.2f}", end_section=last)
+            label = LABELS.get(name, name)
+            found.add_row(label, f"{count / size:.2f}", end_section=name == "activations")
     return found
 
 

@@ -48,17 +48,14 @@ def test_a_devices_share_is_counted():
     alone = account(config)
     count = models.parameters_count(config.model)
     assert alone.parameters == alone.gradients == 4 * count
-    assert alone.optimizer_state == pytest.approx(8 * count, abs=16)  # and the number of steps
-    assert (
-        alone.peak_memory
-        > alone.parameters + alone.gradients + alone.optimizer_state + alone.saved_activations / 2
-    )
+    assert alone.optimizer == pytest.approx(8 * count, abs=16)  # and the number of steps
+    assert alone.peak > alone.parameters + alone.gradients + alone.optimizer + alone.activations / 2
     assert (alone.limit, alone.fits) == (None, True)
     cut = account(config, (2, 2, 2), 10**6)
     assert cut.parameters == pytest.approx(alone.parameters / 4, rel=0.02)  # vectors are whole
-    assert cut.optimizer_state == pytest.approx(alone.optimizer_state / 4, rel=0.02)
-    assert cut.saved_activations == pytest.approx(alone.saved_activations / 4, rel=0.01)
-    assert cut.fits == (cut.peak_memory <= 10**6)
+    assert cut.optimizer == pytest.approx(alone.optimizer / 4, rel=0.02)
+    assert cut.activations == pytest.approx(alone.activations / 4, rel=0.01)
+    assert cut.fits == (cut.peak <= 10**6)
 
 
 def test_accumulated_gradients_are_in_fp32_besides():
@@ -67,7 +64,7 @@ def test_accumulated_gradients_are_in_fp32_besides():
     config = small(model=model, optimizer={"name": "adamw"}, gradient_accumulation_steps=4)
     partitioned = account(config, program=COMPILED)
     assert partitioned.gradients == 2 * partitioned.parameters
-    assert partitioned.peak_memory == 100 + 30 + 90 - 80
+    assert partitioned.peak == 100 + 30 + 90 - 80
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -111,7 +108,7 @@ def test_casts_of_weights_are_no_activations():
 
 def test_the_table_has_a_unit_that_fits():
     large = DeviceMemory(int(13.5e9), int(13.5e9), int(14e9), int(20e9), int(65e9), int(80e9))
-    on_host = large._replace(optimizer_state=0, optimizer_state_on_host=int(14e9))
+    on_host = large._replace(optimizer=0, on_host=int(14e9))
     for memory, there, absent in (
         (large, ("GB", "13.50", "14.00", "20.00", "65.00", "limit", "80.00"), "host"),
         (on_host, ("host", "14.00"), "MB"),
