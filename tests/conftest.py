@@ -84,10 +84,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption(
         "--cases",
-        choices=("last-of-costly", "rest-of-costly", "last-of-others"),
-        help="which cases of tests with parameters run: of those marked costly the last one alone, "
-        "or the others and no other test; or the last one of each test that is not costly. Lists "
-        "begin with the plainest case",
+        choices=("last-of-costly", "last-of-others"),
+        help="which cases of tests with parameters run: of those marked costly the last one alone; "
+        "or the last one of each test that is not costly. Lists begin with the plainest case",
     )
 
 
@@ -134,11 +133,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     def is_left_out(item: pytest.Item) -> bool:
         costly = item.get_closest_marker("costly") is not None
         is_last = item is last[item.nodeid.partition("[")[0]]
-        chosen = {
-            "last-of-costly": is_last or not costly,
-            "rest-of-costly": costly and not is_last,
-            "last-of-others": is_last and not costly,
-        }
+        chosen = {"last-of-costly": is_last or not costly, "last-of-others": is_last and not costly}
         return not chosen.get(which, True)
 
     left_out = {item for item in items if is_left_out(item)}
