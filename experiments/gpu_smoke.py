@@ -19,7 +19,7 @@ from coat_jax.numerics.expansion import Expanded
 from coat_jax.optax.rounding import RoundParams
 from coat_jax.storage import Storage
 from coat_jax.training.cluster.mesh import make_mesh
-from coat_jax.training.compilation_cache import use_cache
+from coat_jax.training.compilation import use_cache
 from coat_jax.training.config import MeshConfig, OptimizerConfig, TrainConfig
 from coat_jax.training.config_files import load_config
 from coat_jax.training.setup import prepare

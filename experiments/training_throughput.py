@@ -174,7 +174,7 @@ def measure(options: argparse.Namespace, trace: Path | None = None) -> Case:
 
     from coat_jax import models
     from coat_jax.training.cluster.mesh import batch_parts, make_mesh
-    from coat_jax.training.compiler_options import use_one_queue
+    from coat_jax.training.compilation import use_one_queue
     from coat_jax.training.config import MeshConfig, OptimizerConfig, TrainConfig
     from coat_jax.training.config_files import load_config
     from coat_jax.training.report import accounting

@@ -23,7 +23,7 @@ import coat_jax
 
 PACKAGE = Path(coat_jax.__file__).parent
 LAYERS = [
-    ("errors", "numerics", "nvidia", "printable"),
+    ("errors", "numerics", "printable"),
     ("files", "multihost", "validation", "writing"),
     ("manifest", "precision", "storage", "tokenizers"),
     ("probes",),
@@ -58,11 +58,11 @@ INSIDE = {
         ("muon",),
     ],
     "coat_jax.training": [
-        ("data", "compilation_cache"),
+        ("data",),
         ("families",),
         ("config",),
         ("cluster", "resume_rules"),
-        ("checkpoint", "compiler_options", "optimizer", "overrides"),
+        ("checkpoint", "compilation", "optimizer", "overrides"),
         ("config_files", "step"),
         ("held_out", "report"),
         ("run_folder", "setup"),

@@ -18,9 +18,10 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from coat_jax import __version__, nvidia
+from coat_jax import __version__
 from coat_jax.kernels import dispatch
 from coat_jax.printable import printable
+from coat_jax.training.compilation import query_gpus
 
 TRITON = ("jax-triton", "triton")
 OF_TRAINER = ("grain", "matplotlib", "rich", "tokenizers")
@@ -103,7 +104,7 @@ def _missing(packages: Sequence[str]) -> str:
 
 def nvidia_driver() -> str | None:
     """Returns the version of NVIDIA's driver; None if nvidia-smi does not tell it."""
-    first = next(iter(nvidia.query_gpus("driver_version")), "")
+    first = next(iter(query_gpus("driver_version")), "")
     return first if re.fullmatch(r"\d+(\.\d+)+", first) else None
 
 

@@ -82,7 +82,7 @@ def _train(config: TrainConfig) -> int:
     from coat_jax.training.checkpoint.step_folders import StepFolders
     from coat_jax.training.checkpoint.weights import CHECKPOINTS
     from coat_jax.training.cluster import distributed
-    from coat_jax.training.compiler_options import use_one_queue
+    from coat_jax.training.compilation import use_one_queue
     from coat_jax.training.loop import train
 
     with ignore_closed_output():

@@ -15,18 +15,7 @@ checkpoint/               states and weights on disk
 report/                   what a run reports: metrics, progress, memory, telemetry, plots
 held_out, resume_rules    held-out loss; whether a run may continue with another config
 run_folder                which run a folder belongs to, and which process holds it
-compiler_options          XLA's options for the programs of a run
-compilation_cache         programs that an earlier start has compiled
+compilation               XLA's options, and programs that an earlier start has compiled
 
-Its modules are imported on first use: coat.training.loop.train(config).
+`import coat_jax.training` imports none of them: from coat_jax.training.loop import train.
 """
-
-import importlib.util
-from typing import Any
-
-
-def __getattr__(name: str) -> Any:
-    path = f"{__name__}.{name}"
-    if importlib.util.find_spec(path) is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(path)

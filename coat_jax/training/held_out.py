@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from coat_jax.errors import UserError
 from coat_jax.training.cluster.mesh import open_data, place
-from coat_jax.training.compiler_options import compiler_options
+from coat_jax.training.compilation import compiler_options
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.step import held_out_step
 

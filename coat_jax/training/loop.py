@@ -20,7 +20,7 @@ from coat_jax.training import resume_rules
 from coat_jax.training.checkpoint import Checkpoints
 from coat_jax.training.cluster.mesh import make_mesh, open_data, place, require_fitting
 from coat_jax.training.cluster.stop import Stop
-from coat_jax.training.compilation_cache import use_cache
+from coat_jax.training.compilation import use_cache
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.held_out import Evaluation
 from coat_jax.training.report import accounting

@@ -23,7 +23,7 @@ from coat_jax.models.lazy_arrays import dotted_name
 from coat_jax.optax import InPlaceOptimizer, state_shardings
 from coat_jax.training.checkpoint import weights
 from coat_jax.training.cluster.mesh import abstract_batch, batch_parts, everywhere
-from coat_jax.training.compiler_options import compiler_options
+from coat_jax.training.compilation import compiler_options
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.families import family_of
 from coat_jax.training.optimizer import make_optimizer

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import coat_jax as coat
 from coat_jax import ops
-from coat_jax.training.compiler_options import NO_TRITON_GEMM
+from coat_jax.training.compilation import NO_TRITON_GEMM
 from experiments.layers import Measured, Sizes, Stack, measure
 
 PRESETS = {

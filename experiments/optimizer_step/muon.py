@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import coat_jax as coat
 from coat_jax.optax import InPlaceOptimizer, state_shardings
 from coat_jax.training.cluster.mesh import make_mesh
-from coat_jax.training.compiler_options import COMMUNICATION, use_one_queue
+from coat_jax.training.compilation import COMMUNICATION, use_one_queue
 from coat_jax.training.config import MeshConfig
 from experiments.optimizer_step.cases import ITERATIONS, PRODUCTS, Case, matrices
 from experiments.optimizer_step.in_jax import Steps, chained

@@ -7,9 +7,10 @@ from unittest import mock
 import jax
 import pytest
 
-from coat_jax import cli, nvidia
+from coat_jax import cli
 from coat_jax.cli import doctor
 from coat_jax.kernels import dispatch
+from coat_jax.training import compilation
 
 
 @pytest.fixture
@@ -137,7 +138,7 @@ def test_a_platform_that_does_not_start_is_named(examined, monkeypatch, configur
 )
 def test_a_driver_is_one_with_a_version_number(program, version, tmp_path, monkeypatch):
     """Another nvidia-smi says it, fails, hangs, or is no program."""
-    monkeypatch.setattr(nvidia, "PATIENCE", 0.5 if "sleep" in program else nvidia.PATIENCE)
+    monkeypatch.setattr(compilation, "PATIENCE", 0.5 if "sleep" in program else 30)
     (tmp_path / "nvidia-smi").write_text(program)
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")

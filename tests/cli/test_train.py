@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from coat_jax import cli, nvidia, writing
+from coat_jax import cli, writing
 from coat_jax.cli.train import STOPPED
 from coat_jax.errors import UserError
-from coat_jax.training import loop
-from coat_jax.training.compiler_options import QUEUES
+from coat_jax.training import compilation, loop
+from coat_jax.training.compilation import QUEUES
 from coat_jax.training.config_files import SHIPPED, load_config
 from coat_jax.training.report.recorder import Diverged
 
@@ -115,7 +115,7 @@ def test_a_run_that_was_stopped_says_so_and_had_one_queue_on_hoppers(
         found.append(os.environ.get(QUEUES))
         return loop.Outcome(step=3, loss=1.0, held_out_loss=None, stopped=True)
 
-    monkeypatch.setattr(nvidia, "query_gpus", lambda field: ["9.0"])
+    monkeypatch.setattr(compilation, "query_gpus", lambda field: ["9.0"])
     monkeypatch.setenv(QUEUES, "")  # so that it is unset again after the test
     monkeypatch.delenv(QUEUES)
     monkeypatch.setattr(loop, "train", stop)

@@ -15,13 +15,14 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 
-from coat_jax import files, quantization
+from coat_jax import files
 from coat_jax.errors import UserError
 from coat_jax.files import expand_user
 from coat_jax.models import lazy_arrays
 from coat_jax.models.lazy_arrays import Index, LazyArray, Name
 from coat_jax.numerics.corrections import join
 from coat_jax.optax.states.checkpoint import stored_metadata
+from coat_jax.quantization import folders as quantized_folders
 from coat_jax.quantization.layout import ENTRY
 from coat_jax.training import families
 from coat_jax.training.checkpoint.checkpoints import STATE
@@ -85,7 +86,7 @@ def model_config(folder: str | Path) -> Any:
     if is_run(config_json):
         return families.from_json(config_json["model"], f"{folder / CONFIG}: model")
     if is_quantized(config_json):
-        return quantization.read_config(folder)
+        return quantized_folders.read_config(folder)
     return families.hf_named_in(config_json).read_config(folder)
 
 
@@ -116,7 +117,7 @@ def load(
     config = model_config(folder) if config is None else config
     if is_quantized(read_config_json(folder)):
         _require_no_step(folder, step)
-        return quantization.load(folder, config, mesh=mesh)
+        return quantized_folders.load(folder, config, mesh=mesh)
     parameters = parameters_of(folder, config, step=step, note=note)
     return lazy_arrays.load(config, parameters, mesh=mesh, module=family_of(config).module)
 

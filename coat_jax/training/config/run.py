@@ -11,7 +11,6 @@ from coat_jax.files import expand_user
 from coat_jax.models import ModelConfig
 from coat_jax.nn import MeshAxes
 from coat_jax.precision import BF16, precision_of
-from coat_jax.training import compilation_cache
 from coat_jax.training.config.optimizer import (
     OptimizerConfig,
     StepsOrShare,
@@ -36,6 +35,7 @@ LOGGED |= {"skipped", "tokens_per_second", "mfu", "memory", "held_out_loss", "pe
 
 AXES = MeshAxes("fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
+CACHE = "~/.cache/coat_jax/xla"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class TrainConfig:
     frozen: tuple[str, ...] = ()
     metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict, hash=False)
     writers: tuple[WriterName, ...] = ()
-    cache: str | None = compilation_cache.FOLDER
+    cache: str | None = CACHE
 
     def __post_init__(self) -> None:
         given: Any = self.optimizer

@@ -22,7 +22,7 @@ from coat_jax.precision import precision_of
 from coat_jax.telemetry.moments import moment_sums, report_moments
 from coat_jax.telemetry.tensors import report, sums_and_gradients
 from coat_jax.training.cluster.mesh import abstract_batch, everywhere
-from coat_jax.training.compiler_options import compiler_options
+from coat_jax.training.compilation import compiler_options
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.step import State, loss_of, split_trained
 
