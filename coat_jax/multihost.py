@@ -16,11 +16,6 @@ from coat_jax.errors import UserError
 T = TypeVar("T")
 
 
-def is_main() -> bool:
-    """Returns whether this is process 0, which alone writes what is written once."""
-    return jax.process_index() == 0
-
-
 def run_on_main(work: Callable[[], T]) -> T:
     """Runs `work` on process 0 and returns its result, which is pickled, on all processes.
 
@@ -31,7 +26,8 @@ def run_on_main(work: Callable[[], T]) -> T:
         return work()
     own: Exception | None = None
     content = b""
-    if is_main():
+    is_main = jax.process_index() == 0
+    if is_main:
         try:
             content = pickle.dumps((work(), None))
         except Exception as error:
@@ -42,7 +38,7 @@ def run_on_main(work: Callable[[], T]) -> T:
             )
     length = int(multihost_utils.broadcast_one_to_all(np.int32(len(content))))
     # broadcast_one_to_all needs an array of the same shape on every process.
-    content = content if is_main() else bytes(length)
+    content = content if is_main else bytes(length)
     received: Any = multihost_utils.broadcast_one_to_all(np.frombuffer(content, np.uint8))
     result: T
     result, failure = pickle.loads(np.asarray(received, np.uint8).tobytes())

@@ -16,9 +16,8 @@ The same annotations check values in other files (`require`), and build a config
 import dataclasses
 import math
 import types
-import typing
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import jax
 import numpy as np
@@ -67,7 +66,7 @@ def require_fields(config: Any, prefix: str = "") -> None:
 
     The names of fields in errors follow `prefix`, as in "optimizer.b1".
     """
-    allowed = annotations(type(config))
+    allowed = get_type_hints(type(config), include_extras=True)
     for field in dataclasses.fields(config):
         given = getattr(config, field.name)
         value = require(prefix + field.name, given, allowed[field.name], field.default)
@@ -87,11 +86,6 @@ def require(name: str, value: Any, annotation: Any, default: Any = None) -> Any:
         proposed = f" The default is {default!r}." if isinstance(default, int | float) else ""
         raise UserError(f"{name}={brief(value)} must be {describe(annotation)}.{proposed}")
     return value
-
-
-def annotations(kind: type[Any]) -> dict[str, Any]:
-    """Returns the annotation of each field, with its range."""
-    return typing.get_type_hints(kind, include_extras=True)
 
 
 def _fits(value: Any, annotation: Any) -> bool:
@@ -159,7 +153,7 @@ def from_json(kind: type[ConfigType], data: Any, where: str) -> ConfigType:
     """Builds a config from JSON, which must have every field and is called `where` in errors."""
     if not isinstance(data, Mapping):
         raise UserError(f"{where} must be a JSON object, not {brief(data)}.")
-    allowed = annotations(kind)
+    allowed = get_type_hints(kind, include_extras=True)
     names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     if wrong := names - data.keys() or data.keys() - names:
         listed = ", ".join(brief(name).strip("'") for name in sorted(wrong)[:3])

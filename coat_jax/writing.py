@@ -59,19 +59,6 @@ def write_failures(folder: Path, what: str, size: int | None = None) -> Iterator
         ) from error
 
 
-def write_durably(path: Path, content: str | bytes) -> None:
-    """Writes a new file, text in UTF-8, and returns when it is on the disk.
-
-    What has its name is removed first: a link would lead to a file elsewhere, and a pipe would wait
-    for a reader.
-    """
-    path.unlink(missing_ok=True)
-    with path.open("xb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def flush(path: Path) -> None:
     """Returns when the content of a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -82,10 +69,15 @@ def flush(path: Path) -> None:
 
 
 def replace(path: Path, content: str | bytes) -> None:
-    """Replaces a file atomically: at any time it has all of its old or all of its new content."""
+    """Writes a file, text in UTF-8; at any time it has all of its old or all of its new content."""
     unfinished = _unfinished(path)
     try:
-        write_durably(unfinished, content)
+        # A link of this name would lead to a file elsewhere, and a pipe would wait for a reader.
+        unfinished.unlink(missing_ok=True)
+        with unfinished.open("xb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
         unfinished.replace(path)
     except OSError:
         with contextlib.suppress(OSError):

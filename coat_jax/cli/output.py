@@ -10,7 +10,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,11 +24,7 @@ def ignore_closed_output() -> Iterator[None]:
         out: Any = ClosableStream(sys.stdout or nowhere)
         err: Any = ClosableStream(sys.stderr or nowhere)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                yield
-            finally:
-                out.flush()
-                err.flush()
+            yield
 
 
 def escape_unencodable() -> None:
@@ -69,21 +65,14 @@ class ClosableStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Writes, or drops, the text."""
-        self._try(lambda: self._stream.write(text))
-        return len(text)
-
-    def flush(self) -> None:
-        """Flushes what was written, or drops it."""
-        self._try(self._stream.flush)
-
-    def _try(self, work: Callable[[], object]) -> None:
-        """If output fails, discards what the stream has buffered, and all that is written later."""
+        """Writes and flushes; if that fails, drops the text and what the stream has buffered."""
         try:
-            work()
+            self._stream.write(text)
+            self._stream.flush()
         except OSError:
             with Path(os.devnull).open("w") as nowhere:
                 os.dup2(nowhere.fileno(), self._stream.fileno())
+        return len(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -92,4 +81,4 @@ class ClosableStream:
 def discard_broken() -> None:
     """Discards output that nobody reads any more, so that Python ends silently."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
-        ClosableStream(stream).flush()
+        ClosableStream(stream).write("")

@@ -75,9 +75,9 @@ def _help(name: str, config: TrainConfig, *, all_fields: bool) -> str:
 
 
 def _train(config: TrainConfig) -> int:
+    import jax
     from rich.console import Console
 
-    from coat_jax import multihost
     from coat_jax.cli.output import ignore_closed_output
     from coat_jax.training.checkpoint.step_folders import StepFolders
     from coat_jax.training.checkpoint.weights import CHECKPOINTS
@@ -88,7 +88,7 @@ def _train(config: TrainConfig) -> int:
     with ignore_closed_output():
         use_one_queue(offload=config.optimizer.offload)
         distributed.start()
-        console = Console(quiet=not multihost.is_main())
+        console = Console(quiet=jax.process_index() != 0)
         try:
             outcome = train(config, console)
         except KeyboardInterrupt:

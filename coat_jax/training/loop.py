@@ -15,17 +15,16 @@ import jax
 from jax.sharding import Mesh
 
 from coat_jax.multihost import run_on_main
-from coat_jax.printable import printable
 from coat_jax.training import resume_rules
 from coat_jax.training.checkpoint import Checkpoints
-from coat_jax.training.cluster.mesh import make_mesh, open_data, place, require_fitting
+from coat_jax.training.cluster.mesh import make_mesh, open_data, place
 from coat_jax.training.cluster.stop import Stop
 from coat_jax.training.compilation import use_cache
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.held_out import Evaluation
 from coat_jax.training.report import accounting
 from coat_jax.training.report.metrics import Metrics, require_installed
-from coat_jax.training.report.progress import Progress
+from coat_jax.training.report.progress import Progress, say
 from coat_jax.training.report.recorder import Recorder
 from coat_jax.training.report.telemetry import Telemetry
 from coat_jax.training.run_folder import RunFolder
@@ -60,9 +59,8 @@ def train(config: TrainConfig, console: "Console | None" = None) -> Outcome:
         from rich.console import Console
 
         console = Console()
-    use_cache(config.cache, note=partial(_say, console))
+    use_cache(config.cache, note=partial(say, console))
     mesh = make_mesh(config.mesh)
-    require_fitting(config, mesh)
     with (
         jax.set_mesh(mesh),
         accounting.explain_out_of_memory(),
@@ -77,10 +75,10 @@ class _Run:
     def __init__(
         self, config: TrainConfig, mesh: Mesh, console: "Console", stack: contextlib.ExitStack
     ) -> None:
-        say = partial(_say, console)
-        folder = RunFolder(config, note=say)
-        if folder.begins():
-            require_same_model(config)
+        note = partial(say, console)
+        folder = RunFolder(config, note=note)
+        if config.init_from is not None and folder.begins():
+            require_same_model(config.init_from, config.model)
         run_on_main(lambda: require_installed(config.writers))
         self.data = open_data(config, mesh, "train")
         stack.callback(self.data.close)
@@ -88,13 +86,13 @@ class _Run:
         self.evaluation = Evaluation(config, setup.graph, mesh) if config.evaluation.every else None
         stack.callback(folder.release)
         for change in run_on_main(folder.claim):
-            say(f"Continues with a changed config: {change}.")
-        say(f"Trains on {self.data.description}.")
+            note(f"Continues with a changed config: {change}.")
+        note(f"Trains on {self.data.description}.")
         # A stop requested during compilation takes effect after the first step.
         self.stop = stack.enter_context(Stop())
         keep, keep_best = config.checkpoint.keep, config.checkpoint.keep_best
         self.checkpoints = stack.enter_context(
-            Checkpoints(folder.checkpoints, keep=keep, keep_best=keep_best, note=say)
+            Checkpoints(folder.checkpoints, keep=keep, keep_best=keep_best, note=note)
         )
         saved = self.checkpoints.require_like(setup.abstract)
         self.step = done = saved or 0
@@ -102,7 +100,7 @@ class _Run:
         self.programs = compile_steps(setup, console, done=done)
         self.telemetry = None
         if config.telemetry.every and done < config.total_steps:
-            self.telemetry = _compile_telemetry(setup, say, self.data.example)
+            self.telemetry = _compile_telemetry(setup, note, self.data.example)
         seconds = 0.0
         if saved is None:
             self.state = setup.new_state()
@@ -110,19 +108,19 @@ class _Run:
             _, self.state, extra = self.checkpoints.restore(setup.abstract)
             self.data.restore(extra["data"])
             seconds = extra["seconds"]
-            say(f"Resumes after step {done:,} of {config.total_steps:,}.")
+            note(f"Resumes after step {done:,} of {config.total_steps:,}.")
             if done == config.total_steps:
-                say("The run is complete. To train it further, raise --total_steps.")
+                note("The run is complete. To train it further, raise --total_steps.")
         self.metrics = Metrics(
             folder.path,
             writers=config.writers,
             config=resume_rules.to_json(config),
             resume_step=done,
-            note=say,
+            note=note,
         )
         stack.callback(self.metrics.close)
         progress = Progress(console, steps=config.total_steps, done=done)
-        stack.enter_context(progress)
+        stack.enter_context(progress.bar)  # its last state stays on the screen
         self.recorder = Recorder(
             config,
             mesh,
@@ -181,21 +179,17 @@ class _Run:
         self.checkpoints.save(self.step, self.state, extra, loss=loss)
 
 
-def _say(console: "Console", text: str) -> None:
-    console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
-
-
 def _compile_telemetry(
-    setup: TrainSetup, say: Callable[[str], None], example: Any
+    setup: TrainSetup, note: Callable[[str], None], example: Any
 ) -> Telemetry | None:
     """Returns the telemetry of a run; None if nothing of it is in 8 bits."""
     begin = time.perf_counter()
     config, mesh, _, graph, abstract, _ = setup
     telemetry = Telemetry(config, graph, abstract, mesh, example)
     if telemetry.empty:
-        say("Nothing of this run is in 8 bits: there is no telemetry.")
+        note("Nothing of this run is in 8 bits: there is no telemetry.")
         return None
-    say(f"Compiled the telemetry in {time.perf_counter() - begin:.1f} s.")
+    note(f"Compiled the telemetry in {time.perf_counter() - begin:.1f} s.")
     return telemetry
 
 

@@ -25,14 +25,16 @@ from coat_jax.training.config import OptimizerConfig, TrainConfig
 from coat_jax.training.config.optimizer import is_transformation
 from coat_jax.validation import brief
 
+# How "fp8_adamw" stores its moments.
+MOMENTS = {
+    "directions": Storage(),
+    "expanded": Storage(first=E4M3, second=E4M3),
+    "paper": PAPER,
+}
+
 
 def make_optimizer(config: TrainConfig) -> InPlaceOptimizer:
     """Returns the optimizer that the config names."""
-    optimizer = _on_device(config)
-    return in_host_memory(optimizer) if config.optimizer.offload else optimizer
-
-
-def _on_device(config: TrainConfig) -> InPlaceOptimizer:
     chosen = config.optimizer
     schedule = partial(learning_rate, chosen, config.total_steps)
     adamw: dict[str, Any] = {
@@ -54,8 +56,10 @@ def _on_device(config: TrainConfig) -> InPlaceOptimizer:
     elif chosen.name == "adamw":
         tx = optax.adamw(**adamw)
     else:
-        tx = fp8_adamw(**adamw, storage=storage_of(config))
-    return in_place(tx, round_params=chosen.round_params, seed=config.seed)
+        storage = dataclasses.replace(MOMENTS[chosen.moments], seed=config.seed)
+        tx = fp8_adamw(**adamw, storage=storage)
+    optimizer = in_place(tx, round_params=chosen.round_params, seed=config.seed)
+    return in_host_memory(optimizer) if chosen.offload else optimizer
 
 
 def learning_rate(
@@ -76,16 +80,6 @@ def learning_rate(
     factor = shapes.get(config.schedule, 1 - progress)
     falling = config.final_ratio + (1 - config.final_ratio) * factor
     return config.learning_rate * jnp.where(done < rising, (done + 1) / max(rising, 1), falling)
-
-
-def storage_of(config: TrainConfig) -> Storage:
-    """Returns how "fp8_adamw" stores its moments."""
-    formats = {
-        "directions": Storage(),
-        "expanded": Storage(first=E4M3, second=E4M3),
-        "paper": PAPER,
-    }
-    return dataclasses.replace(formats[config.optimizer.moments], seed=config.seed)
 
 
 def decay_mask(config: TrainConfig, params: Any) -> Any:

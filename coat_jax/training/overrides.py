@@ -58,9 +58,14 @@ class Field(NamedTuple):
 
     name: str  # its path, as in "optimizer.learning_rate"
     annotation: Any
-    sentence: str  # on the field, in the docstring of its class
+    owner: type[Any]  # the class that has the field
     group: bool  # whether it is itself a config
     value: Any
+
+    @property
+    def sentence(self) -> str:
+        """The text on the field in the docstring of its class."""
+        return _sentences(self.owner).get(self.name.rpartition(".")[2], "")
 
 
 def override(config: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
@@ -73,7 +78,7 @@ def override(config: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
             option, equals, value = word[2:].partition("=")
             name = _find(option, known).name
             given[name] = [value] if equals else []
-        elif name and (_is_tuple(known[name]) or not given[name]):
+        elif name and (not given[name] or get_origin(known[name].annotation) is tuple):
             given[name].append(word)
         else:
             raise UserError(f"{word!r} follows no --field: write --field value.")
@@ -98,7 +103,7 @@ def explain(known: Sequence[Field]) -> str:
 
 def fields(config: Any, prefix: str = "") -> list[Field]:
     """Returns all fields of a config, and those of each nested config after it."""
-    hints, sentences = typing.get_type_hints(type(config)), _sentences(type(config))
+    hints = typing.get_type_hints(type(config))
     own: list[Field] = []
     groups: list[Field] = []
     for one in dataclasses.fields(config):
@@ -107,7 +112,7 @@ def fields(config: Any, prefix: str = "") -> list[Field]:
             continue
         group = dataclasses.is_dataclass(hint) or hint is Any
         listed = groups if group else own
-        listed.append(Field(name, hint, sentences.get(one.name, ""), group, value))
+        listed.append(Field(name, hint, type(config), group, value))
         if dataclasses.is_dataclass(value) and not isinstance(value, Minifloat):
             listed += fields(value, f"{name}.")
     return own + groups
@@ -145,10 +150,6 @@ def _values(annotation: Any) -> str:
     return describe(annotation).replace("'", "")
 
 
-def _is_tuple(field: Field) -> bool:
-    return get_origin(field.annotation) is tuple
-
-
 def _find(option: str, known: Mapping[str, Field]) -> Field:
     """Returns the field that an option names, by its path, the end of its path or another name."""
     name = option.replace("-", "_")
@@ -169,7 +170,7 @@ def _find(option: str, known: Mapping[str, Field]) -> Field:
 
 def _read(field: Field, words: list[str]) -> Any:
     """Returns the value that words stand for; those that stand for none are left to the config."""
-    if _is_tuple(field):
+    if get_origin(field.annotation) is tuple:
         return tuple(words)
     if not words:
         raise UserError(f"--{field.name} needs a value: write --field value.")

@@ -43,12 +43,13 @@ class RunFolder:
     def __init__(self, config: TrainConfig, note: Callable[[str], object]):
         self.path = Path(config.out)
         self.checkpoints = self.path / weights.CHECKPOINTS
+        self._steps = StepFolders(self.checkpoints)
         self._config, self._note = config, note
         self._lock: TextIO | None = None
 
     def begins(self) -> bool:
         """Returns whether there is no checkpoint that the run would resume from."""
-        return not self._config.resume or StepFolders(self.checkpoints).newest_record() is None
+        return not self._config.resume or self._steps.newest_record() is None
 
     def claim(self) -> list[str]:
         """Locks the folder, on the first process; returns what has changed in the run's config.
@@ -56,7 +57,7 @@ class RunFolder:
         Writes nothing yet: other checks may still refuse the run before `write_config`.
         """
         self._lock = lock(self.path, self._note)
-        newest = StepFolders(self.checkpoints).newest_record() or {}
+        newest = self._steps.newest_record() or {}
         saved = newest.get("extra", {}).get("config") or self._read_config()
         names = (weights.CONFIG, metrics.FILE, weights.CHECKPOINTS)
         if not self._config.resume and any((self.path / name).exists() for name in names):

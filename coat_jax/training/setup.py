@@ -53,7 +53,10 @@ class TrainSetup(NamedTuple):
         jitted = jax.jit(
             partial(step, self.config, self.graph, self.optimizer),
             donate_argnums=0,
-            out_shardings=(self._shardings(), everywhere(self.mesh)),
+            out_shardings=(
+                jax.tree.map(lambda leaf: leaf.sharding, self.abstract),
+                everywhere(self.mesh),
+            ),
             compiler_options=compiler_options(self.config, self.mesh),
         )
         with jax.set_mesh(self.mesh):
@@ -61,7 +64,7 @@ class TrainSetup(NamedTuple):
 
     def new_state(self) -> State:
         """Returns the state before the first step, every device making or reading its own part."""
-        config, shardings = self.config, self._shardings()
+        config, scalar = self.config, everywhere(self.mesh)
         if config.init_from is None:
             module = family_of(config.model).module
             model = models.create(
@@ -71,15 +74,15 @@ class TrainSetup(NamedTuple):
             model = weights.load(config.init_from, config.model_on_mesh, mesh=self.mesh)
         params = nnx.state(model)
         with jax.set_mesh(self.mesh):  # as in `prepare`
-            init = jax.jit(self.optimizer.init, out_shardings=shardings.moments)
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract.moments)
+            init = jax.jit(self.optimizer.init, out_shardings=shardings)
             moments = init(split_trained(config, params)[0])
         # Two arrays, because both are donated.
-        step, skipped = (jax.device_put(jnp.int32(0), shardings.step) for _ in range(2))
-        norm = jax.tree.map(partial(jax.device_put, jnp.float32(jnp.nan)), shardings.gradient_norm)
+        step, skipped = (jax.device_put(jnp.int32(0), scalar) for _ in range(2))
+        norm = ()
+        if config.optimizer.release_gradients:
+            norm = jax.device_put(jnp.float32(jnp.nan), scalar)
         return State(step, params, moments, skipped, norm)
-
-    def _shardings(self) -> Any:
-        return jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
 
 
 def prepare(
@@ -119,25 +122,23 @@ def prepare(
     return TrainSetup(config, mesh, optimizer, graph, state, batch)
 
 
-def require_same_model(config: TrainConfig) -> None:
-    """Raises unless the folder to begin from holds the config's model and its parameters."""
-    if config.init_from is None:
-        return
-    weights.require_not_quantized(config.init_from, "Training")
-    theirs = weights.model_config(config.init_from)
+def require_same_model(folder: str, model: models.ModelConfig) -> None:
+    """Raises unless a folder to begin from holds this model and its parameters."""
+    weights.require_not_quantized(folder, "Training")
+    theirs = weights.model_config(folder)
     differ = [
         f"{field.name} is {there!r} there and {here!r} in the config"
         for field in dataclasses.fields(theirs)
         if field.name not in OF_THE_RUN
-        and (there := getattr(theirs, field.name)) != (here := getattr(config.model, field.name))
+        and (there := getattr(theirs, field.name)) != (here := getattr(model, field.name))
     ]
     if differ:
         raise UserError(
-            f"{config.init_from} holds another model: {'; '.join(differ[:4])}. Make the config's "
+            f"{folder} holds another model: {'; '.join(differ[:4])}. Make the config's "
             "model from that of the folder: dataclasses.replace(weights.model_config(FOLDER), ..), "
             "from coat_jax.training.checkpoint import weights."
         )
-    weights.require_parameters(config.init_from, config.model)
+    weights.require_parameters(folder, model)
 
 
 def compile_steps(setup: TrainSetup, console: "Console", *, done: int = 0) -> dict[int, Any]:
@@ -167,7 +168,7 @@ def _compile(setup: TrainSetup, console: "Console", what: str) -> Any:
     )
     console.print(accounting.table(memory))
     console.print(f"Compiled {what} in {seconds:.1f} s.", highlight=False)
-    if not memory.fits:
+    if memory.limit is not None and memory.peak > memory.limit:
         text = f"It will not fit the device. {accounting.ADVICE}"
         console.print(text, style="bold red", highlight=False)
     return program

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -159,9 +158,8 @@ def test_a_quantized_model_is_not_converted_compared_or_trained(in_int8, tmp_pat
     for command in ([*convert, "--to", "fp8"], convert, ["formats", in_int8]):
         assert f"{in_int8} is already quantized" in refused(capsys, *command)
     assert not again.exists()
-    run = SimpleNamespace(init_from=str(in_int8), model=CONFIG)
     with pytest.raises(ValueError, match=r"already quantized\. Training needs the original"):
-        require_same_model(run)
+        require_same_model(str(in_int8), CONFIG)
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_the_work(

@@ -68,7 +68,7 @@ def test_the_seed_decides_the_order_of_the_data():
 
 def test_a_run_begins_from_a_folder_or_where_another_run_ended(folder, tmp_path):
     config = dataclasses.replace(CONFIG, init_from=folder)
-    require_same_model(config)
+    require_same_model(folder, config.model)
     _, state = made(config)
     embed = models.create(CONFIG.model, seed=5).embed[...]
     assert state.params["embed"][...].dtype == jnp.float32
@@ -100,13 +100,13 @@ def test_layers_one_by_one_may_be_stacked_in_the_next_run(tmp_path):
     ],
 )
 def test_a_folder_with_another_model_is_refused(folder, model, message):
-    config = small(model={"layers": 1} | model, init_from=folder)
+    config = small(model={"layers": 1} | model)
     with pytest.raises(ValueError, match=f"holds another model: .*{message}.*replace") as refused:
-        require_same_model(config)
+        require_same_model(folder, config.model)
     package, name = re.search(r"from (\S+) import (\w+)", str(refused.value)).groups()
     assert getattr(importlib.import_module(package), name).model_config(folder).layers == 1
 
 
 def test_fields_that_a_run_chooses_may_differ(folder):
     chosen = {"layers": 1, "context": 32, "precision": "coat", "scan": False, "remat": "layer"}
-    require_same_model(small(model=chosen, init_from=folder))
+    require_same_model(folder, small(model=chosen).model)

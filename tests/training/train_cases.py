@@ -11,7 +11,7 @@ import numpy as np
 import quick
 from small_model import SMALL as MODEL
 
-from coat_jax.training.cluster.mesh import everywhere, make_mesh, place, require_fitting
+from coat_jax.training.cluster.mesh import everywhere, make_mesh, place
 from coat_jax.training.config import (
     CheckpointConfig,
     EvaluationConfig,
@@ -120,9 +120,7 @@ def stepper(config: TrainConfig, sizes: tuple[int, int, int] = ONE) -> Stepper:
 
 @functools.cache  # for which `sizes` left out would be other arguments than ONE
 def _stepper(config: TrainConfig, sizes: tuple[int, int, int]) -> Stepper:
-    mesh = mesh_of(sizes)
-    require_fitting(config, mesh)
-    return Stepper(config, mesh)
+    return Stepper(config, mesh_of(sizes))
 
 
 def random_batches(number: int, config: TrainConfig = SMALL, seed: int = 0) -> list[Batch]:

@@ -6,7 +6,7 @@ scalings of rotary positions other than linear and Llama 3.1's.
 """
 
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_type_hints
 
 import jax.numpy as jnp
 
@@ -14,7 +14,7 @@ from coat_jax.errors import UserError
 from coat_jax.models.config import Config
 from coat_jax.ops import Llama3Scaling, Rotary
 from coat_jax.precision import BF16
-from coat_jax.validation import CountOrZero, annotations, brief, require
+from coat_jax.validation import CountOrZero, brief, require
 
 Json = Mapping[str, Any]
 
@@ -141,7 +141,8 @@ def _require(where: str, data: Json, required: Mapping[str, tuple[Any, ...]]) ->
 
 def _read(kind: type, ours: str, theirs: str, value: Any) -> Any:
     """A value of config.json; raises unless it is valid for the field of `kind`."""
-    return require(f"config.json: {theirs}", value, annotations(kind)[ours])
+    allowed = get_type_hints(kind, include_extras=True)[ours]
+    return require(f"config.json: {theirs}", value, allowed)
 
 
 def _rotary(data: Json) -> Rotary:

@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 
@@ -31,7 +31,7 @@ from coat_jax import writing
 from coat_jax.errors import UserError
 from coat_jax.files import expand_user
 from coat_jax.manifest import DamagedCheckpoint
-from coat_jax.multihost import is_main, run_on_main
+from coat_jax.multihost import run_on_main
 from coat_jax.optax.states.checkpoint import (
     LiteralPath,
     read_state,
@@ -55,7 +55,7 @@ class Restored(NamedTuple):
     extra: dict[str, Any]
 
 
-class Checkpoints:
+class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     """The checkpoints in a folder.
 
     Args:
@@ -176,20 +176,13 @@ class Checkpoints:
             written.result()
             self._current = step
 
-    def close(self) -> None:
-        """Waits, and ends the background thread."""
+    def __exit__(self, *error: object) -> None:
         try:
             self.wait()
         finally:
             self._background.shutdown()
             if self._orbax is not None:
                 self._orbax.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _prepare(self, step: int, size: int) -> None:
         """On the first process: makes the folder to write in; raises if nothing may be saved."""
@@ -207,18 +200,18 @@ class Checkpoints:
 
     def _complete(self, step: int, record: str, size: int) -> None:
         """In the background: waits for the arrays, then completes the checkpoint."""
-        folder = self._folders.temporary(step)
+        folder, is_main = self._folders.temporary(step), jax.process_index() == 0
         with write_failures(self.folder, _name(step), size):
             try:
                 self._orbax.wait_until_finished()  # for all processes
-                if not is_main():
+                if not is_main:
                     return
                 stored_metadata(folder / STATE)
-                writing.write_durably(folder / RECORD, record)
+                writing.replace(folder / RECORD, record)
                 self._folders.finish(step)
             except BaseException:
                 # Orbax may write on for a moment: the next save clears that away.
-                if is_main():
+                if is_main:
                     shutil.rmtree(folder, ignore_errors=True)
                 raise
         self._prune(step)
@@ -229,7 +222,7 @@ class Checkpoints:
         Later ones are damaged or of an abandoned branch, and must not displace intact ones.
         """
         losses: dict[int, float | None] = {s: None for s in self._folders.steps() if s <= newest}
-        for step in losses:  # a damaged one is never one of the best
+        for step in losses if self._keep_best else ():  # a damaged one is never one of the best
             with contextlib.suppress(DamagedCheckpoint):
                 losses[step] = self._folders.record(step).get("loss")
         for step in losses.keys() - steps_to_keep(losses, self._keep, self._keep_best):

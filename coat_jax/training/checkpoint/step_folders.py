@@ -15,6 +15,7 @@ Everything else in `root` is ignored: files, and names that are not a step as Py
 import contextlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from coat_jax.writing import UNFINISHED, flush
 
 RECORD = "record.json"
 DELETED = ".deleted"
+STEP = re.compile("0|[1-9][0-9]*")
 
 
 class StepFolders:
@@ -50,7 +52,8 @@ class StepFolders:
     def steps(self) -> list[int]:
         """Returns the steps whose folders were finished, oldest first."""
         paths = self.root.iterdir() if self.root.exists() else ()
-        return sorted(int(path.name) for path in paths if _is_step(path.name) and path.is_dir())
+        names = [path.name for path in paths if path.is_dir()]
+        return sorted(int(name) for name in names if STEP.fullmatch(name))
 
     def folder(self, step: int) -> Path:
         """Returns the folder of a step; raises if there is none."""
@@ -64,7 +67,7 @@ class StepFolders:
         """Makes the root, or removes from it what killed processes have left behind."""
         self.root.mkdir(parents=True, exist_ok=True)
         for path in self.root.iterdir():
-            if path.suffix in (UNFINISHED, DELETED) and _is_step(path.stem):
+            if path.suffix in (UNFINISHED, DELETED) and STEP.fullmatch(path.stem):
                 _delete(path)
 
     def temporary(self, step: int) -> Path:
@@ -135,10 +138,6 @@ class StepFolders:
         if wrong:
             raise DamagedCheckpoint(" ".join(wrong) + " No checkpoint is intact.")
         raise UserError(f"There is no checkpoint in {self.root}.")
-
-
-def _is_step(name: str) -> bool:
-    return name.isascii() and name.isdecimal() and str(int(name)) == name
 
 
 def _delete(path: Path) -> None:

@@ -40,19 +40,6 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     return jax.make_mesh(sizes, NAMES, devices=devices, axis_types=(AxisType.Auto,) * len(NAMES))
 
 
-def require_fitting(config: TrainConfig, mesh: Mesh) -> None:
-    """Raises unless the batch can be sharded along the mesh."""
-    parts = batch_parts(mesh)
-    if config.microbatch % parts:
-        batch, steps = config.global_batch_size, config.gradient_accumulation_steps
-        raise UserError(
-            f"global_batch_size={batch} in gradient_accumulation_steps={steps} are "
-            f"{config.microbatch} sequences at a time, which {parts} devices (mesh.data * "
-            "mesh.fsdp) cannot share equally. Lower gradient_accumulation_steps, or make "
-            f"global_batch_size a multiple of {parts * steps}."
-        )
-
-
 def batch_parts(mesh: Mesh) -> int:
     """Returns how many devices see different rows of a batch."""
     return math.prod(mesh.shape[name] for name in BATCH_AXES)
@@ -74,7 +61,7 @@ def share_of_process(mesh: Mesh) -> tuple[int, int]:
     Processes that differ only along `tensor` load the same rows.
     """
     rows = mesh.devices.reshape(batch_parts(mesh), -1)  # the tensor axis is the last
-    mine = [i for i, devices in enumerate(rows) if any(_is_here(d) for d in devices)]
+    mine = [i for i, devices in enumerate(rows) if set(devices) & set(mesh.local_devices)]
     parts, left = divmod(len(rows), len(mine))
     if left or mine != list(range(mine[0], mine[-1] + 1)) or mine[0] % len(mine):
         raise UserError(
@@ -85,12 +72,20 @@ def share_of_process(mesh: Mesh) -> tuple[int, int]:
     return mine[0] // len(mine), parts
 
 
-def _is_here(device: jax.Device) -> bool:
-    return bool(device.process_index == jax.process_index())
-
-
 def open_data(config: TrainConfig, mesh: Mesh, split: Split) -> Loader:
-    """Opens the rows that this process loads; held-out ones do not depend on the seed."""
+    """Opens the rows that this process loads; held-out ones do not depend on the seed.
+
+    Raises UserError if the devices cannot share a batch equally.
+    """
+    sharing = batch_parts(mesh)
+    if config.microbatch % sharing:
+        batch, steps = config.global_batch_size, config.gradient_accumulation_steps
+        raise UserError(
+            f"global_batch_size={batch} in gradient_accumulation_steps={steps} are "
+            f"{config.microbatch} sequences at a time, which {sharing} devices (mesh.data * "
+            "mesh.fsdp) cannot share equally. Lower gradient_accumulation_steps, or make "
+            f"global_batch_size a multiple of {sharing * steps}."
+        )
     part, parts = share_of_process(mesh)
     seed = config.seed if split == "train" else 0
     open_rows = family_of(config.model).rows

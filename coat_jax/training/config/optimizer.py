@@ -112,7 +112,7 @@ class OptimizerConfig:
             (replaced, OF_ADAMW, "is of the named optimizers: give it to the transformation"),
             (replaced, IN_PARTS, "steps parameters apart; a transformation may need all at once"),
             (
-                not self.follows_schedule,
+                is_transformation(self.transformation),
                 OF_SCHEDULE,
                 "is of the schedule, which this transformation does not follow: let a function "
                 "make it, as in lambda schedule: optax.lion(schedule)",
@@ -132,11 +132,6 @@ class OptimizerConfig:
                 f'optimizer.b1={self.b1} and optimizer.moments="directions". Raise b2, lower b1, '
                 'or set moments to "expanded".'
             )
-
-    @property
-    def follows_schedule(self) -> bool:
-        """Whether the learning rate is that of the schedule, not one that a transformation has."""
-        return not is_transformation(self.transformation)
 
     def require_fitting(self, total_steps: int) -> None:
         """Raises unless a run of this many steps has room for its warmup and its decay."""

@@ -1,9 +1,12 @@
-"""The smaller parts of a run: devices, evaluations, checkpoints, telemetry."""
+"""The smaller parts of a run: devices, evaluations, checkpoints, telemetry.
+
+Their values are checked when they become part of a TrainConfig.
+"""
 
 import dataclasses
 from typing import Literal
 
-from coat_jax.validation import Count, CountOrZero, require_fields
+from coat_jax.validation import Count, CountOrZero
 
 Devices = Count | Literal[-1]
 
@@ -23,9 +26,6 @@ class MeshConfig:
     fsdp: Devices = -1
     tensor: Devices = 1
 
-    def __post_init__(self) -> None:
-        require_fields(self, "mesh.")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
@@ -39,9 +39,6 @@ class EvaluationConfig:
 
     every: CountOrZero = 200
     batches: Count = 16
-
-    def __post_init__(self) -> None:
-        require_fields(self, "evaluation.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,9 +55,6 @@ class CheckpointConfig:
     keep: Count = 2
     keep_best: CountOrZero = 0
 
-    def __post_init__(self) -> None:
-        require_fields(self, "checkpoint.")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TelemetryConfig:
@@ -72,6 +66,3 @@ class TelemetryConfig:
     """
 
     every: CountOrZero = 0
-
-    def __post_init__(self) -> None:
-        require_fields(self, "telemetry.")

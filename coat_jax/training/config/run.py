@@ -111,6 +111,8 @@ class TrainConfig:
         if not isinstance(self.data, data):
             raise UserError(f"data={brief(self.data)} must be a {data.__name__}.")
         require_fields(self)
+        for part in ("mesh", "evaluation", "checkpoint", "telemetry"):
+            require_fields(getattr(self, part), f"{part}.")
         self.optimizer.require_fitting(self.total_steps)
         context = getattr(self.model, "context", self.sequence_length)
         if self.sequence_length > context:
@@ -132,16 +134,6 @@ class TrainConfig:
             )
         if self.optimizer.release_gradients:
             self._require_releasable()
-        self._require_metrics()
-        for name in ("out", "init_from", "cache"):
-            if getattr(self, name) == "":
-                raise UserError(f"{name}='' names no folder.")
-        object.__setattr__(self, "out", str(expand_user(self.out)))
-        if self.init_from is not None:
-            object.__setattr__(self, "init_from", str(expand_user(self.init_from)))
-
-    def _require_metrics(self) -> None:
-        """Raises unless metrics are functions, under names that the trainer does not use."""
         for name, measure in self.metrics.items():
             named = isinstance(name, str) and name not in LOGGED and "/" not in name
             if not named or not callable(measure) or isinstance(measure, type):
@@ -149,6 +141,12 @@ class TrainConfig:
                     f"metrics={{{name!r}: {brief(measure)}}} must be a function of a step, under a "
                     "name without a slash that the trainer does not log itself."
                 )
+        for name in ("out", "init_from", "cache"):
+            if getattr(self, name) == "":
+                raise UserError(f"{name}='' names no folder.")
+        object.__setattr__(self, "out", str(expand_user(self.out)))
+        if self.init_from is not None:
+            object.__setattr__(self, "init_from", str(expand_user(self.init_from)))
 
     def _require_releasable(self) -> None:
         """Raises where something needs the gradients that the backward pass frees."""

@@ -1,7 +1,7 @@
 """Reports of a run, while it trains and afterwards.
 
 accounting          memory on each device, before the first step
-recorder, speed     from the results of steps to records; the share of the peak FLOP/s
+recorder            from the results of steps to records
 metrics             records in metrics.jsonl, TensorBoard, Weights & Biases
 progress            records on a terminal
 telemetry           statistics of tensors in FP8, by a second program every n-th step

@@ -52,11 +52,6 @@ class DeviceMemory(NamedTuple):
     limit: int | None
     on_host: int = 0
 
-    @property
-    def fits(self) -> bool:
-        """Whether the peak memory is within the limit, as far as that is known."""
-        return self.limit is None or self.peak <= self.limit
-
 
 def account(
     config: TrainConfig, state: State, compiled: Any, *, batch_parts: int, device: jax.Device

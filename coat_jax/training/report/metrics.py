@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from coat_jax import multihost, writing
+import jax
+
+from coat_jax import writing
 from coat_jax.errors import UserError
 from coat_jax.printable import amount
 from coat_jax.writing import NotWritten, write_failures
@@ -47,16 +49,16 @@ class Metrics:
         note: Callable[[str], object] = warnings.warn,
     ) -> None:
         self.failure: NotWritten | None = None
-        self._path = folder / FILE
+        self._path, self._is_main = folder / FILE, jax.process_index() == 0
         self._others: list[tuple[Any, Any]] = []  # functions that write and close
-        if multihost.is_main():
+        if self._is_main:
             self._others = [WRITERS[name](folder, config, resume_step) for name in writers]
             with write_failures(folder, FILE):
                 repair(self._path, resume_step, note)
 
     def write(self, record: Record) -> None:
         """Writes one record; it names its "step"."""
-        if multihost.is_main():
+        if self._is_main:
             nulls = {k for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
             line = json.dumps(dict(record) | dict.fromkeys(nulls), allow_nan=False)
             # Opened each time: the file may be moved away, as logs are rotated.
@@ -67,7 +69,7 @@ class Metrics:
 
     def sync(self) -> None:
         """Makes all records survive a power failure."""
-        if multihost.is_main() and self._path.is_file():
+        if self._is_main and self._path.is_file():
             with self._keep_failure():
                 writing.flush(self._path)
 

@@ -12,7 +12,7 @@ weighs recent records most. Give processes other than the main one a quiet conso
 import datetime
 import math
 import time
-from typing import Self
+from functools import partial
 
 from rich import progress
 from rich.console import Console
@@ -36,12 +36,17 @@ FIELDS = {
 
 
 class Progress:
-    """Shows the progress of a run within `with`; `done` of all `steps` were taken before."""
+    """Shows the progress of a run; `done` of all `steps` were taken before.
+
+    Attributes:
+        bar: on a terminal, is drawn within `with`.
+        note: prints a line that stays, above the bar.
+    """
 
     def __init__(self, console: Console, *, steps: int, done: int) -> None:
-        self._console, self._steps = console, steps
+        self.note, self._steps = partial(say, console), steps
         self._plain = not console.is_terminal or console.is_dumb_terminal
-        self._bar = progress.Progress(
+        self.bar = progress.Progress(
             progress.TaskProgressColumn(),
             progress.BarColumn(bar_width=16),
             progress.MofNCompleteColumn(),
@@ -51,16 +56,9 @@ class Progress:
             speed_estimate_period=SPEED_PERIOD,
             disable=self._plain,
         )
-        self._task = self._bar.add_task("", total=steps, completed=done)
+        self._task = self.bar.add_task("", total=steps, completed=done)
         self._loss = math.nan
         self._line_step, self._line_time = -steps, -math.inf
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()  # the last state stays on the screen
 
     def update(self, record: Record) -> None:
         """Takes the metrics of a step; one with a held-out loss gets a line of its own."""
@@ -74,17 +72,18 @@ class Progress:
             self._loss = SMOOTHING * before + (1 - SMOOTHING) * loss
         shown = {**record, "loss": self._loss, "gigabytes": record.get("memory", 0) / 1e9}
         state = "  ".join(form.format(shown[key]) for key, form in FIELDS.items() if shown.get(key))
-        self._bar.update(self._task, completed=step, description=state)
+        self.bar.update(self._task, completed=step, description=state)
         if self._plain and (
             step >= self._steps
             or (step - self._line_step) * LINES >= self._steps
             or time.monotonic() - self._line_time >= SECONDS_PER_LINE
         ):
             self._line_step, self._line_time = step, time.monotonic()
-            left = self._bar.tasks[0].time_remaining
+            left = self.bar.tasks[0].time_remaining
             ends = f"  {datetime.timedelta(seconds=left)} left" if left else ""
             self.note(f"step {step:,}/{self._steps:,}  {state}{ends}")
 
-    def note(self, text: str) -> None:
-        """Prints a line that stays, above the bar."""
-        self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+
+def say(console: Console, text: str) -> None:
+    """Prints a line as it is, without control characters."""
+    console.print(printable(text), markup=False, highlight=False, soft_wrap=True)

@@ -12,12 +12,29 @@ import jax
 from jax.sharding import Mesh
 
 from coat_jax.errors import UserError
+from coat_jax.models.protocol import Work
 from coat_jax.printable import amount
 from coat_jax.training.config import TrainConfig
+from coat_jax.training.config.optimizer import is_transformation
 from coat_jax.training.report.metrics import Metrics
 from coat_jax.training.report.progress import Progress
-from coat_jax.training.report.speed import utilization
 from coat_jax.training.step import Report
+
+# Floating-point operations a second by what a device's name contains, the more specific names
+# first: in 16 bits and in FP8, dense, summed in FP32. From NVIDIA's data sheets.
+PEAKS = {
+    "H100 PCIe": (756e12, 1513e12),
+    "H100 NVL": (835e12, 1671e12),
+    "H100": (989e12, 1979e12),
+    "H200 NVL": (835e12, 1671e12),
+    "H200": (989e12, 1979e12),  # and GH200, whose name contains it
+    "B200": (2250e12, 4500e12),
+    "L40S": (362e12, 733e12),
+    "L40": (181e12, 362e12),
+    "L4": (121e12, 242e12),
+    "RTX 4090": (165e12, 330e12),
+    "A100": (312e12, 312e12),  # without FP8
+}
 
 
 class Diverged(UserError):
@@ -77,7 +94,7 @@ class Recorder:
         work = config.model.work_per_token(config.sequence_length)
         record = {
             "loss": self.loss,
-            "learning_rate": rate if config.optimizer.follows_schedule else None,
+            "learning_rate": None if is_transformation(config.optimizer.transformation) else rate,
             "gradient_norm": norm,
             "labels": labels,
             "skipped": skipped,
@@ -131,3 +148,19 @@ class Recorder:
                 "or gradients are not finite. Lower the learning rate, look at the data and at the "
                 "records before, or allow more skipped steps with --max_skipped_steps."
             )
+
+
+def utilization(
+    work: Work | None, device_kind: str, tokens_per_second: float, devices: int
+) -> float | None:
+    """Returns the share of the peak FLOP/s; None if that or the work is not known, as for CPUs.
+
+        MFU = tokens/s * (FP8 work / FP8 peak + other work / 16-bit peak) / devices
+
+    so that 100 % means the same for every precision: as fast as the device can multiply.
+    """
+    peak = next((peak for name, peak in PEAKS.items() if name in device_kind), None)
+    if work is None or peak is None:
+        return None
+    wide, fp8 = peak
+    return tokens_per_second * (work.fp8 / fp8 + work.wide / wide) / devices

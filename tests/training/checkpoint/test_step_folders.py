@@ -24,7 +24,7 @@ def save(folders, step):
     (folder / "state" / "d").mkdir(parents=True)
     (folder / "state" / "d" / "arrays").write_text(f"numbers of step {step}")
     record = {"step": step, "loss": None, "extra": {}}
-    writing.write_durably(folder / "record.json", json.dumps(record))
+    writing.replace(folder / "record.json", json.dumps(record))
     folders.finish(step)
 
 

@@ -1,14 +1,14 @@
 """The mesh is what the config says, or an error that says why not."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import pytest
-from train_cases import small
+from train_cases import mesh_of, small
 
 from coat_jax.errors import UserError
-from coat_jax.training.cluster import mesh as meshes
-from coat_jax.training.cluster.mesh import make_mesh, require_fitting, share_of_process
+from coat_jax.training.cluster.mesh import make_mesh, open_data, share_of_process
 from coat_jax.training.config import MeshConfig
 
 
@@ -45,23 +45,24 @@ def test_a_batch_that_the_devices_cannot_share_is_refused_with_a_remedy():
     config = small(global_batch_size=12, gradient_accumulation_steps=3)
     message = r"4 sequences at a time, which 8 devices .*global_batch_size a multiple of 24\."
     with pytest.raises(UserError, match=message):
-        require_fitting(config, make_mesh(MeshConfig()))
-    require_fitting(dataclasses.replace(config, global_batch_size=24), make_mesh(MeshConfig()))
+        open_data(config, make_mesh(MeshConfig()), "train")
+    open_data(dataclasses.replace(config, global_batch_size=24), make_mesh(MeshConfig()), "train")
 
 
-def shares(monkeypatch, sizes, here):
+def shares(sizes, here):
     """The share of a process whose devices these are, by number."""
-    monkeypatch.setattr(meshes, "_is_here", lambda device: device.id in here)
-    data, fsdp, tensor = sizes
-    return share_of_process(make_mesh(MeshConfig(data=data, fsdp=fsdp, tensor=tensor)))
+    mesh = mesh_of(sizes)
+    local = [device for device in mesh.devices.flat if device.id in here]
+    mesh = SimpleNamespace(devices=mesh.devices, shape=mesh.shape, local_devices=local)
+    return share_of_process(mesh)
 
 
-def test_a_process_loads_the_rows_of_its_devices(monkeypatch):
-    assert shares(monkeypatch, (1, 8, 1), range(8)) == (0, 1)
-    assert shares(monkeypatch, (1, 8, 1), range(4, 8)) == (1, 2)
-    assert shares(monkeypatch, (2, 2, 2), {4, 5}) == (2, 4)
+def test_a_process_loads_the_rows_of_its_devices():
+    assert shares((1, 8, 1), range(8)) == (0, 1)
+    assert shares((1, 8, 1), range(4, 8)) == (1, 2)
+    assert shares((2, 2, 2), {4, 5}) == (2, 4)
     # Four devices share each row, two processes their rows.
-    assert shares(monkeypatch, (2, 1, 4), {2, 3}) == (0, 2)
-    assert shares(monkeypatch, (2, 1, 4), {4, 5}) == (1, 2)
+    assert shares((2, 1, 4), {2, 3}) == (0, 2)
+    assert shares((2, 1, 4), {4, 5}) == (1, 2)
     with pytest.raises(ValueError, match=r"at places \[0, 7\] of the 8 .* not an equal part"):
-        shares(monkeypatch, (1, 8, 1), {0, 7})
+        shares((1, 8, 1), {0, 7})

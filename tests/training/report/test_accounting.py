@@ -50,12 +50,12 @@ def test_a_devices_share_is_counted():
     assert alone.parameters == alone.gradients == 4 * count
     assert alone.optimizer == pytest.approx(8 * count, abs=16)  # and the number of steps
     assert alone.peak > alone.parameters + alone.gradients + alone.optimizer + alone.activations / 2
-    assert (alone.limit, alone.fits) == (None, True)
+    assert alone.limit is None
     cut = account(config, (2, 2, 2), 10**6)
     assert cut.parameters == pytest.approx(alone.parameters / 4, rel=0.02)  # vectors are whole
     assert cut.optimizer == pytest.approx(alone.optimizer / 4, rel=0.02)
     assert cut.activations == pytest.approx(alone.activations / 4, rel=0.01)
-    assert cut.fits == (cut.peak <= 10**6)
+    assert cut.limit == 10**6
 
 
 def test_accumulated_gradients_are_in_fp32_besides():

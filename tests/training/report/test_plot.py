@@ -11,7 +11,6 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from coat_jax import writing
 from coat_jax.errors import UserError
 from coat_jax.training.report import plot
 from coat_jax.training.report.chart import LINES, PALE
@@ -149,7 +148,7 @@ def test_on_a_full_disk_the_earlier_picture_stays(two, tmp_path, monkeypatch):
     draw(two, out)
     before = out.read_bytes()
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    monkeypatch.setattr(writing, "write_durably", mock.Mock(side_effect=full))
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=full))
     with pytest.raises(OSError, match="No space left"):
         draw(two[:1], out)
     assert out.read_bytes() == before

@@ -36,7 +36,8 @@ def show(steps, records, *, clock=None, seconds=0.0, done=0, terminal=False, wid
     console = Console(file=file, force_terminal=terminal, width=width, height=25, _environ=env)
     if clock is not None:
         console.get_time = lambda: clock.now
-    with Progress(console, steps=steps, done=done) as shown:
+    shown = Progress(console, steps=steps, done=done)
+    with shown.bar:
         for record in records:
             shown.update(record)
             if clock is not None:
@@ -113,7 +114,8 @@ def test_notes_and_held_out_losses_stay(terminal):
     """A note cannot control the terminal, and a huge perplexity is a power of ten."""
     file = io.StringIO()
     console = Console(file=file, force_terminal=terminal, width=80, _environ={})
-    with Progress(console, steps=1000, done=0) as shown:
+    shown = Progress(console, steps=1000, done=0)
+    with shown.bar:
         shown.update(RECORD)
         shown.note("saved [bold]step[/bold] 12,000 " + "x" * 80)
         shown.update({"step": 12_000, "held_out_loss": 3.25, "perplexity": 25.79})

@@ -14,7 +14,6 @@ from train_cases import small
 from coat_jax.training.cluster.mesh import make_mesh
 from coat_jax.training.config import MeshConfig
 from coat_jax.training.report import recorder as recorders
-from coat_jax.training.report import speed
 from coat_jax.training.report.recorder import Diverged, Recorder
 from coat_jax.training.step import Report
 
@@ -158,7 +157,7 @@ def test_a_held_out_loss_has_its_perplexity(kept, loss, perplexity):
 
 
 def test_a_step_in_bf16_is_measured_against_the_peak_of_16_bits(kept, clock, monkeypatch):
-    monkeypatch.setattr(speed, "PEAKS", {"": (1e12, 4e12)})
+    monkeypatch.setattr(recorders, "PEAKS", {"": (1e12, 4e12)})
     records = recorder(kept, model={"precision": "coat"}, bf16_steps=1, total_steps=4)
     for step in (1, 2):
         records.take(step, report())

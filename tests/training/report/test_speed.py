@@ -6,7 +6,7 @@ import pytest
 
 from coat_jax import models
 from coat_jax.models.protocol import Work
-from coat_jax.training.report.speed import PEAKS, utilization
+from coat_jax.training.report.recorder import PEAKS, utilization
 
 LLAMA = models.config_of("llama2_7b")
 
