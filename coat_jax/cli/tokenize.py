@@ -15,7 +15,8 @@ from coat_jax.errors import UserError
 from coat_jax.files import expand_user
 from coat_jax.printable import amount, printable
 from coat_jax.tokenizers import document_tokenizer
-from coat_jax.training.data.paths import are_tokens, files_of
+from coat_jax.training.data.paths import files_of
+from coat_jax.training.data.sources import are_tokens
 from coat_jax.training.data.tokenizing import write
 
 

@@ -15,12 +15,11 @@ import jax
 from jax.sharding import Mesh
 
 from coat_jax.multihost import run_on_main
-from coat_jax.training import resume_rules
 from coat_jax.training.checkpoint import Checkpoints
 from coat_jax.training.cluster.mesh import make_mesh, open_data, place
 from coat_jax.training.cluster.stop import Stop
 from coat_jax.training.compilation import use_cache
-from coat_jax.training.config import TrainConfig
+from coat_jax.training.config import TrainConfig, to_json
 from coat_jax.training.held_out import Evaluation
 from coat_jax.training.report import accounting
 from coat_jax.training.report.metrics import Metrics, require_installed
@@ -114,7 +113,7 @@ class _Run:
         self.metrics = Metrics(
             folder.path,
             writers=config.writers,
-            config=resume_rules.to_json(config),
+            config=to_json(config),
             resume_step=done,
             note=note,
         )
@@ -174,7 +173,7 @@ class _Run:
         extra = {
             "data": self.data.state(),
             "seconds": self.recorder.seconds,  # in all its processes
-            "config": resume_rules.to_json(self.setup.config),
+            "config": to_json(self.setup.config),
         }
         self.checkpoints.save(self.step, self.state, extra, loss=loss)
 

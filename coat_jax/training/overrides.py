@@ -21,10 +21,9 @@ from typing import Any, NamedTuple, get_args, get_origin
 from coat_jax import precision
 from coat_jax.errors import UserError
 from coat_jax.numerics.minifloat import Minifloat
-from coat_jax.training.config import TrainConfig
+from coat_jax.training.config import TrainConfig, to_json
 from coat_jax.training.config.optimizer import Transformation
 from coat_jax.training.config.run import Metric
-from coat_jax.training.resume_rules import to_json
 from coat_jax.validation import brief, describe
 
 SET_BY_MESH = {"model.axes", "model.batch_axes"}

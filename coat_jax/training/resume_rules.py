@@ -1,22 +1,17 @@
-"""A config as JSON, and which of its fields may change when a run resumes.
+"""Which fields of a config may change when a run resumes.
 
 A run may resume with more steps, on another mesh, in another precision, but not with other
 parameters or other rows of data. What it began from cannot change once there is a checkpoint.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 
 from coat_jax.errors import UserError
-from coat_jax.models import ModelConfig
-from coat_jax.numerics.minifloat import Minifloat
 from coat_jax.training.config import TrainConfig
-from coat_jax.training.config.optimizer import function_name, is_optimizer
-from coat_jax.training.families import name_of
+from coat_jax.training.config.run import to_json
 
 # Fields whose names begin with one of FIXED must stay the same, except those in FREE: they decide
 # the parameters, moments and rows. Token files do not need their tokenizer again.
@@ -25,23 +20,6 @@ FIXED += ("optimizer.round_params", "optimizer.release_gradients", "frozen")
 FIXED += ("global_batch_size", "sequence_length", "seed")
 FREE = ("model.precision", "model.remat", "model.dtype", "model.z_loss", "data.tokenizer")
 NOT_COMPARED = ("out", "resume", "cache", "metrics")
-
-
-def to_json(value: Any) -> Any:
-    """Returns a config, or a part of one, in JSON's types."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, Minifloat):
-        family = {"family": name_of(value)} if isinstance(value, ModelConfig) else {}
-        fields = dataclasses.fields(value)
-        return family | {field.name: to_json(getattr(value, field.name)) for field in fields}
-    if isinstance(value, Mapping):  # functions by name
-        return {name: function_name(item) for name, item in value.items()}
-    if is_optimizer(value):
-        return function_name(value)
-    if isinstance(value, tuple | list):
-        return [to_json(item) for item in value]
-    if value is None or isinstance(value, str | int | float):
-        return value
-    return value.name if isinstance(value, Minifloat) else jnp.dtype(value).name
 
 
 def changes(config: TrainConfig, saved: Mapping[str, Any], *, step: int | None) -> list[str]:

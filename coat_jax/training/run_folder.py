@@ -29,7 +29,7 @@ from coat_jax.training import resume_rules
 from coat_jax.training.checkpoint import weights
 from coat_jax.training.checkpoint.step_folders import StepFolders
 from coat_jax.training.checkpoint.tokenizer_files import GENERATION
-from coat_jax.training.config import TrainConfig
+from coat_jax.training.config import TrainConfig, to_json
 from coat_jax.training.report import metrics
 from coat_jax.writing import write_failures
 
@@ -69,7 +69,7 @@ class RunFolder:
 
     def write_config(self, *, end_of_text: int | None = None) -> None:
         """Writes config.json, and generation_config.json unless there is one."""
-        contents = {weights.CONFIG: resume_rules.to_json(self._config)}
+        contents = {weights.CONFIG: to_json(self._config)}
         if end_of_text is not None and not (self.path / GENERATION).exists():
             contents[GENERATION] = {"eos_token_id": end_of_text}
         for name, content in contents.items():

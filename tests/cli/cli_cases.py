@@ -5,8 +5,8 @@ import json
 import jax.numpy as jnp
 from flax import nnx
 
-from coat_jax.training import resume_rules
 from coat_jax.training.checkpoint import Checkpoints
+from coat_jax.training.config import to_json
 from coat_jax.training.step import State
 
 
@@ -21,7 +21,7 @@ def save_run(folder, *models):
 
 
 def write_config(run, config, **entries):
-    model = resume_rules.to_json(config)
+    model = to_json(config)
     (run / "config.json").write_text(json.dumps({"model": model, **entries}))
 
 

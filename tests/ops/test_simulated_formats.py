@@ -30,7 +30,8 @@ from coat_jax import ops
 from coat_jax.numerics import blocks
 from coat_jax.numerics.minifloat import minifloat
 from coat_jax.numerics.quantizer import Quantizer
-from coat_jax.training import families, resume_rules
+from coat_jax.training import families
+from coat_jax.training.config import to_json
 
 TWINS = {"forward": "E4M3:bias=9", "backward": "E5M2:bias=13"}
 
@@ -93,6 +94,6 @@ def test_wide_formats_neither_overflow_nor_underflow():
 def test_a_config_is_written_with_the_names_of_its_formats():
     precision = coat.Precision(forward="E3M4", backward="E5M2:none")
     config = dataclasses.replace(SMALL, precision=precision)
-    written = resume_rules.to_json(config)
+    written = to_json(config)
     assert written["precision"]["forward"] == "E3M4"
     assert families.from_json(written, "config").precision == precision

@@ -18,8 +18,7 @@ from coat_jax.optax import corrected_params
 from coat_jax.quantization import Recipe
 from coat_jax.training.checkpoint import Checkpoints, conversion, weights
 from coat_jax.training.cluster.mesh import make_mesh
-from coat_jax.training.config import TrainConfig
-from coat_jax.training.resume_rules import to_json
+from coat_jax.training.config import TrainConfig, to_json
 from coat_jax.training.setup import prepare
 
 BF16 = {"param_dtype": jnp.bfloat16, "layers": 1, "ffn": 256, "scan": False}

@@ -12,7 +12,8 @@ from train_cases import SMALL, small
 from coat_jax.errors import UserError
 from coat_jax.ops import Llama3Scaling, Rotary
 from coat_jax.training import families
-from coat_jax.training.resume_rules import changes, to_json
+from coat_jax.training.config import to_json
+from coat_jax.training.resume_rules import changes
 
 
 def lion(schedule):

@@ -10,8 +10,8 @@ from train_cases import small
 
 from coat_jax import manifest
 from coat_jax.errors import UserError
-from coat_jax.training import resume_rules
 from coat_jax.training.checkpoint.weights import read_config_json
+from coat_jax.training.config import to_json
 from coat_jax.training.run_folder import RunFolder
 from coat_jax.writing import NotWritten
 
@@ -32,7 +32,7 @@ def write_checkpoint(out, step, config):
     folder = Path(out) / "checkpoints" / str(step)
     (folder / "state").mkdir(parents=True)
     (folder / "state" / "arrays").write_text("numbers")
-    record = {"step": step, "loss": None, "extra": {"config": resume_rules.to_json(config)}}
+    record = {"step": step, "loss": None, "extra": {"config": to_json(config)}}
     (folder / "record.json").write_text(json.dumps(record))
     manifest.write(folder)
     return folder
@@ -75,7 +75,7 @@ def test_a_config_that_is_broken_is_known_from_the_newest_whole_checkpoint(out, 
         with pytest.raises(UserError, match="holds another run: global_batch_size was 16, now 32"):
             claim(small(out=str(out), global_batch_size=32))
     assert claim(saved) == []
-    assert json.loads((out / "config.json").read_text()) == resume_rules.to_json(saved)
+    assert json.loads((out / "config.json").read_text()) == to_json(saved)
 
 
 def test_a_damaged_config_without_checkpoints_is_replaced_and_noted(out, saved):

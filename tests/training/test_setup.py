@@ -15,9 +15,9 @@ from steps import assert_equal
 from train_cases import mesh_of, small
 
 from coat_jax import models
-from coat_jax.training import resume_rules
 from coat_jax.training.checkpoint import Checkpoints, weights
 from coat_jax.training.cluster.mesh import open_data
+from coat_jax.training.config import to_json
 from coat_jax.training.setup import prepare, require_same_model
 
 CONFIG = small(model={"layers": 1}, optimizer={"name": "adamw"})
@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 
 
 def save_run(folder, model):
-    extra = {"config": {"model": resume_rules.to_json(model.config)}}
+    extra = {"config": {"model": to_json(model.config)}}
     with Checkpoints(folder / "checkpoints") as checkpoints:
         checkpoints.save(0, {"params": nnx.state(model)}, extra, wait=True)
 

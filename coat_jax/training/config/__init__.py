@@ -16,3 +16,4 @@ from coat_jax.training.config.parts import MeshConfig as MeshConfig
 from coat_jax.training.config.parts import TelemetryConfig as TelemetryConfig
 from coat_jax.training.config.run import TrainConfig as TrainConfig
 from coat_jax.training.config.run import in_bf16 as in_bf16
+from coat_jax.training.config.run import to_json as to_json

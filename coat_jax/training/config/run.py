@@ -10,11 +10,13 @@ from coat_jax.errors import UserError
 from coat_jax.files import expand_user
 from coat_jax.models import ModelConfig
 from coat_jax.nn import MeshAxes
+from coat_jax.numerics.minifloat import Minifloat
 from coat_jax.precision import BF16, precision_of
 from coat_jax.training.config.optimizer import (
     OptimizerConfig,
     StepsOrShare,
     count_steps,
+    function_name,
     is_optimizer,
 )
 from coat_jax.training.config.parts import (
@@ -24,7 +26,7 @@ from coat_jax.training.config.parts import (
     TelemetryConfig,
 )
 from coat_jax.training.data import DataConfig
-from coat_jax.training.families import family_of
+from coat_jax.training.families import family_of, name_of
 from coat_jax.validation import Count, Seed, brief, require_fields
 
 WriterName = Literal["tensorboard", "wandb"]
@@ -204,3 +206,20 @@ def in_bf16(config: TrainConfig) -> TrainConfig:
         ),
         out=f"{config.out}_bf16",
     )
+
+
+def to_json(value: Any) -> Any:
+    """Returns a config, or a part of one, in JSON's types."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, Minifloat):
+        family = {"family": name_of(value)} if isinstance(value, ModelConfig) else {}
+        fields = dataclasses.fields(value)
+        return family | {field.name: to_json(getattr(value, field.name)) for field in fields}
+    if isinstance(value, Mapping):  # functions by name
+        return {name: function_name(item) for name, item in value.items()}
+    if is_optimizer(value):
+        return function_name(value)
+    if isinstance(value, tuple | list):
+        return [to_json(item) for item in value]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    return value.name if isinstance(value, Minifloat) else jnp.dtype(value).name

@@ -1,4 +1,4 @@
-"""Paths of data: patterns become files, whose formats are recognized by their names.
+"""Paths of data: patterns become files.
 
 A file is read once, however many names, links and patterns lead to it: held-out text must
 not occur in the training data under another name.
@@ -8,11 +8,8 @@ import glob
 from collections.abc import Sequence
 from pathlib import Path
 
-from coat_jax.errors import UserError
 from coat_jax.files import MissingFile, expand_user, require_regular
 from coat_jax.printable import amount
-
-TOKENS, CHAT = (".npy", ".bin"), ".jsonl"
 
 
 def files_of(patterns: tuple[str, ...]) -> list[Path]:
@@ -31,17 +28,6 @@ def files_of(patterns: tuple[str, ...]) -> list[Path]:
             require_regular(match)
             named.setdefault(identity(match), match)
     return list(named.values())
-
-
-def are_tokens(paths: list[Path]) -> bool:
-    """Returns whether these are token files; raises if only some are."""
-    other = [path for path in paths if path.suffix.lower() not in TOKENS]
-    if other and len(other) < len(paths):
-        raise UserError(
-            f"{other[0]} holds text, and other files of the same data hold tokens: make tokens of "
-            "the text with `coat tokenize`, and train on token files."
-        )
-    return not other
 
 
 def listing(paths: Sequence[str | Path]) -> str:

@@ -12,18 +12,23 @@ stays within it. If no row has two documents, there are neither positions nor se
 is faster without them.
 """
 
+import bisect
+import hashlib
+import itertools
 import math
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Int32
+from jaxtyping import Bool, Int32, UInt
 
 from coat_jax.errors import UserError
 from coat_jax.models import Batch
 from coat_jax.models.batches import IGNORED
-from coat_jax.tokenizers import digest_of
-from coat_jax.training.data.stream import Stream
+from coat_jax.training.data.paths import listing
+
+SAMPLES, SAMPLE = 256, 1 << 16  # a digest reads this many pieces, of this many tokens
 
 
 class Rows(Protocol):
@@ -54,7 +59,7 @@ class TextRows(Rows):
 
     def __init__(self, sequence: int, tokens: int, end_of_text: int | None, digested: Any):
         self.sequence, self.tokens, self.end_of_text = sequence, tokens, end_of_text
-        self.digest = digest_of(repr(digested).encode())
+        self.digest = hashlib.sha256(repr(digested).encode()).hexdigest()[:16]
         self.description = f"{tokens:,} tokens in {len(self):,} rows of {sequence:,}"
         fields = 2 if end_of_text is None else len(Batch._fields)
         self.padding = pad(Batch(*[np.empty(0, np.int32)] * fields), sequence)
@@ -64,14 +69,59 @@ class TextRows(Rows):
         return bool(np.any(row.labels != IGNORED))
 
 
+class Stream:
+    """Tokens, one part after another.
+
+    Every token that is read is compared with the vocabulary: that costs microseconds a row, where a
+    scan of all data beforehand could take hours. The digest reads samples when the data is opened,
+    so most wrong files fail at once.
+
+    Args:
+        parts: by their names in errors, such as the paths of files.
+        vocab: the model's vocabulary; reading a token outside it raises UserError.
+    """
+
+    def __init__(self, parts: Mapping[str, UInt[np.ndarray, " _"]], vocab: int):
+        self.names, self._parts, self._vocab = list(parts), list(parts.values()), vocab
+        self._ends = list(itertools.accumulate(map(len, self._parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def read(self, start: int, stop: int) -> Int32[np.ndarray, " N"]:
+        """Returns the tokens from `start` to before `stop`."""
+        read, at = [], start
+        while at < stop:
+            number = bisect.bisect_right(self._ends, at)
+            first = self._ends[number] - len(self._parts[number])
+            tokens = self._parts[number][at - first : stop - first]
+            if tokens.max() >= self._vocab:
+                wrong = int(np.argmax(tokens >= self._vocab))
+                raise UserError(
+                    f"{self.names[number]}: token {at - first + wrong:,} is {tokens[wrong]:,}, "
+                    f"and the model has a vocabulary of {self._vocab:,}. Is this another "
+                    "tokenizer's file, or one of another dtype?"
+                )
+            read.append(tokens)
+            at += len(tokens)
+        return np.concatenate(read, dtype=np.int32, casting="unsafe")
+
+    def digest(self, part: range) -> str:
+        """Returns a hash of these tokens: of all if they are few, otherwise of many samples."""
+        hashed = hashlib.sha256(str(len(part)).encode())
+        for start in part[:: max(SAMPLE, len(part) // SAMPLES)]:
+            hashed.update(self.read(start, min(start + SAMPLE, part.stop)))
+        return hashed.hexdigest()
+
+
 class Windows(TextRows):
     """A part of a stream."""
 
     def __init__(self, stream: Stream, part: range, *, sequence: int, end_of_text: int | None):
         if len(part) <= sequence:
             raise UserError(
-                f"{stream.name}: {len(part):,} of its {len(stream):,} tokens are too few for a "
-                f"sequence of {sequence:,} and the token after it. Give more data, lower "
+                f"{listing(stream.names)}: {len(part):,} of its {len(stream):,} tokens are too few "
+                f"for a sequence of {sequence:,} and the token after it. Give more data, lower "
                 "sequence_length, change data.held_out_part, or name files in data.held_out."
             )
         self._stream, self._part = stream, part

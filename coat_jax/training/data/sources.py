@@ -3,28 +3,67 @@
 No file is both trained on and held out, and one tokenizer makes the tokens of both.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 
 from coat_jax.errors import UserError
-from coat_jax.files import read_bytes
+from coat_jax.files import expand_user, read_bytes
 from coat_jax.printable import amount
 from coat_jax.tokenizers import AnyTokenizer, Bytes, digest_of, document_tokenizer
 from coat_jax.training.data import chat, corpus
-from coat_jax.training.data.config import DataConfig
 from coat_jax.training.data.packing import Packed
-from coat_jax.training.data.paths import are_tokens, files_of, identity
-from coat_jax.training.data.rows import TextRows, Windows
-from coat_jax.training.data.stream import Stream, open_files, read_notes
+from coat_jax.training.data.paths import files_of, identity
+from coat_jax.training.data.rows import Stream, TextRows, Windows
+from coat_jax.training.data.token_files import open_files, read_notes
 from coat_jax.training.data.tokenizing import in_memory
+from coat_jax.validation import Between, CountOrZero, require_fields
 
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 CORPUS = "corpus"  # in place of paths: the built-in one
+TOKENS = (".npy", ".bin")  # the suffixes of token files
 SEARCHED = 1 << 24  # how many tokens are searched for the beginning of a document
+TEMPLATE = "<|{role}|>\n{content}{end}\n"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where tokens come from. A path may be a pattern: 'tokens/*.npy', 'notes/**/*.md'.
+
+    Attributes:
+        train: paths of token files (.npy, .bin), or of text files and .jsonl; or "corpus", the
+            source of Python's standard library as bytes.
+        held_out: paths of data for evaluation. Without any, the end of the training data is held
+            out; of the corpus, every 20th file.
+        held_out_part: the share of the training data that is held out in this way.
+        kind: what is learned: "text" learns every token; "chat" reads .jsonl files with
+            {"messages": [{"role": ..., "content": ...}]} and learns only the assistant's answers.
+        tokenizer: a tokenizer.json for text; None takes bytes as tokens.
+        dtype: the dtype of token files without a header, uint16 or uint32; None is uint16.
+        end_of_text: the token that ends a document; attention stays within a document. None takes
+            the tokenizer's, or the one that `coat tokenize` noted beside its files.
+        template: how a message of a chat is written; {end} is the token `end_of_text`.
+    """
+
+    train: tuple[str, ...] = ("corpus",)
+    held_out: tuple[str, ...] = ()
+    held_out_part: Annotated[float, Between(above=0, below=1)] = 0.01
+    kind: Literal["text", "chat"] = "text"
+    tokenizer: str | None = None
+    dtype: Literal["uint16", "uint32"] | None = None
+    end_of_text: CountOrZero | None = None
+    template: str = TEMPLATE
+
+    def __post_init__(self) -> None:
+        require_fields(self, "data.")
+        if not self.train:
+            raise UserError("data.train=() names no data: give paths, or 'corpus'.")
+        if self.tokenizer is not None:
+            object.__setattr__(self, "tokenizer", str(expand_user(self.tokenizer)))
 
 
 def rows_of(
@@ -40,11 +79,12 @@ def rows_of(
         seed: decides which conversations share a row.
     """
     files = {name: _files(config, name) for name in SPLITS if getattr(config, name)}
-    notes = {name: read_notes(of) if are_tokens(of) else {} for name, of in files.items()}
-    train = {identity(path): path for path in files["train"]}
-    if both := train.keys() & set(map(identity, files.get("held_out", []))):
-        path = min(train[own] for own in both)
-        raise UserError(f"{path} is named in data.train and in data.held_out: use it in one.")
+    notes = {name: read_notes(of) for name, of in files.items() if are_tokens(of)}
+    if config.held_out:
+        train = {identity(path): path for path in files["train"]}
+        if both := train.keys() & set(map(identity, files["held_out"])):
+            path = min(train[own] for own in both)
+            raise UserError(f"{path} is named in data.train and in data.held_out: use it in one.")
     _require_one_tokenizer(config, files, notes)
     source = split if getattr(config, split) else "train"  # of which the end is held out
     rows: TextRows
@@ -54,7 +94,7 @@ def rows_of(
         if CORPUS in getattr(config, source):
             end_of_text = None
             stream = Stream({f"the corpus ({split})": getattr(corpus.load(), split)}, vocab)
-        elif are_tokens(files[source]):
+        elif source in notes:
             noted, end_of_text = notes[source], config.end_of_text
             _require_vocab(f"The data in {files[source][0].parent}", noted.get("vocab", 0), vocab)
             if end_of_text is None:
@@ -83,6 +123,17 @@ def rows_of(
     return rows
 
 
+def are_tokens(paths: list[Path]) -> bool:
+    """Returns whether these are token files; raises if only some are."""
+    other = [path for path in paths if path.suffix.lower() not in TOKENS]
+    if other and len(other) < len(paths):
+        raise UserError(
+            f"{other[0]} holds text, and other files of the same data hold tokens: make tokens of "
+            "the text with `coat tokenize`, and train on token files."
+        )
+    return not other
+
+
 def _files(config: DataConfig, split: Split) -> list[Path]:
     patterns: tuple[str, ...] = getattr(config, split)
     if CORPUS not in patterns:
@@ -96,15 +147,15 @@ def _files(config: DataConfig, split: Split) -> list[Path]:
 
 
 def _require_one_tokenizer(
-    config: DataConfig, files: Mapping[Split, list[Path]], notes: Mapping[Split, dict[str, Any]]
+    config: DataConfig, files: Mapping[Split, Any], notes: Mapping[Split, dict[str, Any]]
 ) -> None:
     """Raises unless `data.tokenizer`, the training data and the held-out data agree."""
     path = config.tokenizer
     named = None if path is None else digest_of(read_bytes(Path(path), "tokenizer file"))
     made = {"data.tokenizer": named} if named else {}
-    for split, paths in files.items():
-        unnoted = named or ("unknown" if are_tokens(paths) else Bytes.digest)
-        made[f"data.{split}"] = notes[split].get("tokenizer", unnoted)
+    for split in files:
+        unnoted = named or ("unknown" if split in notes else Bytes.digest)
+        made[f"data.{split}"] = notes.get(split, {}).get("tokenizer", unnoted)
     if len(set(made.values())) > 1:
         raise UserError(
             f"The data have several tokenizers: {', '.join(f'{k} {v}' for k, v in made.items())}. "

@@ -26,12 +26,12 @@ from coat_jax import manifest
 from coat_jax.errors import UserError
 from coat_jax.files import json_lines, read_failures
 from coat_jax.tokenizers import AnyTokenizer
-from coat_jax.training.data.paths import CHAT, listing
-from coat_jax.training.data.stream import SIDECAR
+from coat_jax.training.data.paths import listing
+from coat_jax.training.data.token_files import SIDECAR
 from coat_jax.validation import brief
 from coat_jax.writing import atomic_folder
 
-COMMAND = "coat tokenize"
+COMMAND, CHAT = "coat tokenize", ".jsonl"
 IN_MEMORY = 256 << 20  # bytes of text; more would take minutes at the start of every run
 PIECE = 1 << 18  # characters
 TOGETHER = 4 << 20  # characters that are tokenized at once

@@ -5,8 +5,7 @@ import json
 import numpy as np
 
 from coat_jax.training.data import DataConfig, Loader, rows_of
-from coat_jax.training.data.rows import IGNORED, Windows
-from coat_jax.training.data.stream import Stream
+from coat_jax.training.data.rows import IGNORED, Stream, Windows
 
 END = 0  # ends documents throughout
 

@@ -8,7 +8,7 @@ from tokenizer_cases import SPACED, write_spaced_tokenizer, write_tokenizer
 from coat_jax.errors import UserError
 from coat_jax.tokenizers import Bytes, Tokenizer
 from coat_jax.training.data.chat import parts_of, read
-from coat_jax.training.data.config import TEMPLATE
+from coat_jax.training.data.sources import TEMPLATE
 
 HELLO = {
     "messages": [

@@ -8,8 +8,7 @@ from data_cases import END, windows_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coat_jax.training.data.rows import IGNORED
-from coat_jax.training.data.stream import SAMPLE, Stream
+from coat_jax.training.data.rows import IGNORED, SAMPLE, Stream
 
 # Many documents, since END is one of six tokens.
 streams = st.lists(st.integers(0, 5), min_size=9, max_size=60)

@@ -1,4 +1,4 @@
-"""Laws of streams: every layout holds the same tokens, and what is not tokens is refused."""
+"""Laws of token files: every layout holds the same tokens, and what is not tokens is refused."""
 
 import itertools
 
@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from coat_jax.errors import UserError
 from coat_jax.manifest import DamagedCheckpoint
 from coat_jax.tokenizers import Bytes
-from coat_jax.training.data import stream, tokenizing
-from coat_jax.training.data.stream import Stream, open_files, read_notes
+from coat_jax.training.data import rows, token_files, tokenizing
+from coat_jax.training.data.rows import Stream
+from coat_jax.training.data.token_files import open_files, read_notes
 
 TOKENS = np.arange(5000) * 7 % 4999
 
@@ -69,8 +70,8 @@ def test_a_token_outside_the_vocabulary_is_named(tmp_path, monkeypatch):
         np.save(tmp_path / f"{number}.npy", np.array([*range(50), bad, 1, 2], np.uint16))
     with pytest.raises(ValueError, match=r"1.npy: token 50 is 100, .* vocabulary of 100"):
         loader_of(config_of(tmp_path / "*.npy"), vocab=100)
-    monkeypatch.setattr(stream, "SAMPLES", 1)
-    monkeypatch.setattr(stream, "SAMPLE", 8)
+    monkeypatch.setattr(rows, "SAMPLES", 1)
+    monkeypatch.setattr(rows, "SAMPLE", 8)
     np.save(tmp_path / "a.npy", np.array([1] * 60 + [300] + [1] * 39, np.uint16))
     loader = loader_of(config_of(tmp_path / "a.npy", held_out_part=0.2), batch=10, vocab=256)
     with pytest.raises(ValueError, match=r"a.npy: token 60 is 300"):
@@ -162,7 +163,7 @@ def test_a_flipped_bit_in_files_of_ours_is_found(name, tmp_path, monkeypatch):
     with pytest.raises(DamagedCheckpoint, match=rf"out is damaged: .* {name} is wrong\. .* delete"):
         loader_of(files)
     if name != "tokens.json":
-        monkeypatch.setattr(stream, "CHECKED", 100)
+        monkeypatch.setattr(token_files, "CHECKED", 100)
         loader_of(files)
     (tmp_path / "out" / "manifest.json").unlink()
     loader_of(files)

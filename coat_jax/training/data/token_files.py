@@ -1,29 +1,22 @@
-"""A stream: token files, or tokens in memory, read as one long array.
+"""Token files, mapped into memory, and the notes that `coat tokenize` writes beside them.
 
     .npy                 NumPy's format, of one axis: what `coat tokenize` writes
     .npy without header  raw, as OLMo's data
     .bin                 raw, as nanoGPT's data
 
 Tokens are uint16 or uint32; raw files do not contain their dtype, so the config must give it. Of a
-file only what is read is in memory. Every token that is read is compared with the vocabulary: that
-costs microseconds a row, where a scan of all data beforehand could take hours. The digest reads
-samples when the data is opened, so most wrong files fail at once.
+file only what is read is in memory.
 """
 
-import bisect
-import hashlib
-import itertools
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int32, UInt
+from jaxtyping import UInt
 
 from coat_jax import manifest
 from coat_jax.errors import UserError
 from coat_jax.files import read_json
-from coat_jax.training.data.paths import listing
 from coat_jax.validation import Count, CountOrZero, require
 
 SIDECAR = "tokens.json"
@@ -31,49 +24,6 @@ NOTED = {"vocab": Count, "end_of_text": CountOrZero, "tokenizer": str}
 NUMPY_MAGIC = b"\x93NUMPY"
 CHECKED = 8 << 30  # bytes of files that are compared with their manifest: a few seconds
 LOOKED_AT = 4096  # tokens from which a wrong dtype is recognized
-SAMPLES, SAMPLE = 256, 1 << 16  # a digest reads this many pieces, of this many tokens
-
-
-class Stream:
-    """Tokens, one part after another.
-
-    Args:
-        parts: by their names in errors, such as the paths of files.
-        vocab: the model's vocabulary; reading a token outside it raises UserError.
-    """
-
-    def __init__(self, parts: Mapping[str, UInt[np.ndarray, " _"]], vocab: int):
-        self.name, self._vocab = listing([*parts]), vocab
-        self._names, self._parts = list(parts), list(parts.values())
-        self._ends = list(itertools.accumulate(map(len, self._parts)))
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def read(self, start: int, stop: int) -> Int32[np.ndarray, " N"]:
-        """Returns the tokens from `start` to before `stop`."""
-        read, at = [], start
-        while at < stop:
-            number = bisect.bisect_right(self._ends, at)
-            first = self._ends[number] - len(self._parts[number])
-            tokens = self._parts[number][at - first : stop - first]
-            if tokens.max() >= self._vocab:
-                wrong = int(np.argmax(tokens >= self._vocab))
-                raise UserError(
-                    f"{self._names[number]}: token {at - first + wrong:,} is {tokens[wrong]:,}, "
-                    f"and the model has a vocabulary of {self._vocab:,}. Is this another "
-                    "tokenizer's file, or one of another dtype?"
-                )
-            read.append(tokens)
-            at += len(tokens)
-        return np.concatenate(read, dtype=np.int32, casting="unsafe")
-
-    def digest(self, part: range) -> str:
-        """Returns a hash of these tokens: of all if they are few, otherwise of many samples."""
-        hashed = hashlib.sha256(str(len(part)).encode())
-        for start in part[:: max(SAMPLE, len(part) // SAMPLES)]:
-            hashed.update(self.read(start, min(start + SAMPLE, part.stop)))
-        return hashed.hexdigest()
 
 
 def open_files(paths: list[Path], *, dtype: str | None) -> dict[str, UInt[np.ndarray, " _"]]:
