@@ -42,11 +42,6 @@ class Cache(NamedTuple):
     starts: Int[Array, " B"]
     filled: Int[Array, ""]
 
-    @property
-    def lengths(self) -> Int[Array, " B"]:
-        """The number of tokens of each text."""
-        return self.filled - self.starts
-
 
 def prefill(
     model: Llama, tokens: Int[Array, "B S"], starts: Int[Array, " B"], slots: int

@@ -154,7 +154,8 @@ def _choose_next(
     sampling: Sampling, stops: Int[Array, " E"], logits: Float[Array, "B V"], session: _Session
 ) -> tuple[Int[Array, " B"], _Session]:
     """Returns the next tokens: NOTHING where a text has ended, NOT_A_NUMBER for broken logits."""
-    tokens = choose(logits, sampling, session.numbers, session.cache.lengths)
+    lengths = session.cache.filled - session.cache.starts
+    tokens = choose(logits, sampling, session.numbers, lengths)
     over = session.remaining <= 0
     # The token that is chosen of NaN, often 0, may be a stop token, and would end the text.
     broken = ~over & ~jnp.isfinite(logits).all(axis=-1)

@@ -12,11 +12,10 @@ All families are one module; a `Config` holds what differs.
 
 from coat_jax.models import hf
 from coat_jax.models.batches import Batch
-from coat_jax.models.config import Config
+from coat_jax.models.config import PRESETS, Config, config_of
 from coat_jax.models.creation import abstract, create
 from coat_jax.models.lazy_arrays import parameters_count
 from coat_jax.models.llama import Llama
-from coat_jax.models.presets import PRESETS, config_of
 from coat_jax.models.protocol import Loss, ModelConfig
 
 __all__ = [

@@ -4,7 +4,6 @@ Values depend only on the seed, not on the mesh or on `scan`. 16-bit values are 
 rounded.
 """
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -35,16 +34,15 @@ def create(
     """
     mesh, seed = _checked_mesh(config, mesh), require("seed", seed, Seed)
     graph, state = abstract(config, mesh=mesh, module=module)
-    with _mesh_set(mesh):
-        values = _initializer(module, dataclasses.replace(config, scan=True), mesh)(
-            jax.random.key(seed)
-        )
+    initialize = _initializer(module, dataclasses.replace(config, scan=True), mesh)
+    with jax.set_mesh(mesh):
+        values = initialize(jax.random.key(seed))
     return nnx.merge(graph, values if config.scan else _unstack(config.STACK, values, state))
 
 
 @functools.lru_cache(maxsize=32)
 def _initializer(
-    module: Callable[..., Any], stacked: Any, mesh: Mesh | None
+    module: Callable[..., Any], stacked: Any, mesh: Mesh
 ) -> Callable[[jax.Array], Any]:
     """Makes the parameters of a model from a key, in a program that models of a config share."""
 
@@ -52,7 +50,7 @@ def _initializer(
         return nnx.state(module(stacked, rngs=nnx.Rngs(key)))
 
     shardings = None
-    if mesh is not None:
+    if not mesh.empty:
         shardings = nnx.get_named_sharding(abstract(stacked, mesh=mesh, module=module)[1], mesh)
     return jax.jit(initialize, out_shardings=shardings)
 
@@ -93,13 +91,13 @@ def abstract(
     # Flax takes long for each parameter: one layer of Llama stands for all.
     one_for_all = module is Llama and not config.scan
     one = dataclasses.replace(config, layers=1) if one_for_all else config
-    with _mesh_set(mesh):
+    with jax.set_mesh(mesh):
         model = nnx.eval_shape(lambda: module(one, rngs=nnx.Rngs(0)))
     if one_for_all:
         model.layers = nnx.List([nnx.clone(model.layers[0]) for _ in range(config.layers)])
         model.config = config
     graph, state = nnx.split(model)
-    return graph, state if mesh is None else with_shardings(state, mesh)
+    return graph, state if mesh.empty else with_shardings(state, mesh)
 
 
 def with_shardings(state: Any, mesh: Mesh) -> Any:
@@ -119,25 +117,19 @@ def with_shardings(state: Any, mesh: Mesh) -> Any:
     return jax.tree.map_with_path(with_sharding, state, nnx.get_named_sharding(state, mesh))
 
 
-def _mesh_set(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
-
-
-def _checked_mesh(config: Any, mesh: Mesh | None) -> Mesh | None:
-    """The mesh to use, if any; raises if it cannot be that of a model."""
+def _checked_mesh(config: Any, mesh: Mesh | None) -> Mesh:
+    """The mesh to use, empty if there is none; raises if it cannot be that of a model."""
     if not isinstance(config, ModelConfig):
         raise TypeError(
             f"A model is made from a config, such as coat.models.Config, not from {config!r}. "
             "Published ones have names: coat.models.config_of('llama2_7b')."
         )
     mesh = jax.sharding.get_mesh() if mesh is None else mesh
-    if mesh.empty:
-        if any(dataclasses.astuple(config.axes)):
-            raise UserError(
-                f"axes={config.axes} names axes of a mesh, and there is none. Pass mesh=, call "
-                "this under jax.set_mesh(mesh), or leave axes at MeshAxes()."
-            )
-        return None
+    if mesh.empty and any(dataclasses.astuple(config.axes)):
+        raise UserError(
+            f"axes={config.axes} names axes of a mesh, and there is none. Pass mesh=, call this "
+            "under jax.set_mesh(mesh), or leave axes at MeshAxes()."
+        )
     if any(kind != AxisType.Auto for kind in mesh.axis_types):
         raise UserError(
             f"The axes of the mesh are {mesh.axis_types}, and must be automatic. Make it with "

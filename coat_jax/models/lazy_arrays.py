@@ -101,11 +101,8 @@ def place(array: LazyArray, leaf: Any) -> jax.Array:
     array = cast(array, leaf.dtype)
     if leaf.sharding is None:
         return jax.device_put(array.whole())
-
-    def part(index: Index | None) -> np.ndarray:
-        return array.whole() if index is None else array.read(index)
-
-    return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
+    read: Any = array.read
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
 
 
 def parameters_of(model: Any) -> dict[Name, LazyArray]:

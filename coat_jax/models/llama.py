@@ -52,7 +52,12 @@ class Llama(nnx.Module):
         self.embed = weight(
             rngs, (config.vocab, config.width), axes.narrowing, init=EMBEDDING_INIT, dtype=dtype
         )
-        self.layers = _layers(config, rngs)
+        keys = jax.random.split(rngs.params(), config.layers)
+        if config.scan:
+            layer, metadata = partial(_layer, config), {nnx.PARTITION_NAME: None}
+            self.layers = nnx.vmap(layer, out_axes=0, transform_metadata=metadata)(keys)
+        else:
+            self.layers = nnx.List([_layer(config, key) for key in keys])
         self.norm = _norm(config)
         head = None
         if not config.tied:
@@ -149,17 +154,6 @@ class Llama(nnx.Module):
 
 
 # --- Layers ----------------------------------------------------------------------------------
-
-
-def _layers(config: Config, rngs: nnx.Rngs) -> Any:
-    """All layers, in a list or stacked; with the same values either way."""
-    keys = jax.random.split(rngs.params(), config.layers)
-    if not config.scan:
-        return nnx.List([_layer(config, key) for key in keys])
-    stacked = nnx.vmap(
-        partial(_layer, config), out_axes=0, transform_metadata={nnx.PARTITION_NAME: None}
-    )
-    return stacked(keys)
 
 
 def _layer(config: Config, key: Array) -> nn.TransformerBlock:

@@ -14,7 +14,7 @@ a backward pass that frees gradients as it goes.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,11 +66,6 @@ class Work(NamedTuple):
     fp8: float
     wide: float
 
-    @property
-    def total(self) -> float:
-        """Both together."""
-        return self.fp8 + self.wide
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -120,19 +115,6 @@ class ModelConfig:
     def work_per_token(self, sequence: int) -> Work | None:
         """The arithmetic for a token of a sequence of this length; None if it is not known."""
         return None
-
-
-class Model(Protocol):
-    """A model that the trainer can train.
-
-    Attributes:
-        config: its config.
-    """
-
-    config: ModelConfig
-
-    def loss(self, batch: Any, *, evaluate: bool = False) -> Loss:
-        """The loss of a batch, of which `evaluate` drops what is only for training."""
 
 
 def require_capability(function: str, model: Any, *methods: str) -> None:

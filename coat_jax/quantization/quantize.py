@@ -1,6 +1,5 @@
 """Post-training quantization of a model, one parameter after another."""
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -87,7 +86,7 @@ def abstract(
         return ops.Quantized(codes, jnp.ones(weight.shape[1], jnp.float32), one)
 
     graph, state = models.abstract(config, mesh=mesh)
-    with contextlib.nullcontext() if mesh.empty else jax.set_mesh(mesh):
+    with jax.set_mesh(mesh):
         shapes = nnx.eval_shape(
             lambda state: _quantize_projections(nnx.merge(graph, state), schemes, empty), state
         )

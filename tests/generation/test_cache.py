@@ -85,7 +85,7 @@ def test_slots_before_a_text_do_not_change_its_logits():
 
     logits, cache = filled_up(state, tokens, starts)
     np.testing.assert_allclose(logits[0], logits[1], rtol=1e-6)
-    np.testing.assert_array_equal(cache.lengths, [12, 12])
+    np.testing.assert_array_equal(cache.filled - cache.starts, [12, 12])
 
 
 def test_a_cache_has_one_place_per_layer_text_slot_and_key_head():
