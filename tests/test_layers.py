@@ -48,12 +48,11 @@ INSIDE = {
         ("statistics",),
     ],
     "coat_jax.optax": [
-        ("derivatives", "masks"),
-        ("checks",),
+        ("arguments", "trees"),
         ("states",),
-        ("clipping", "dtypes", "rounding"),
-        ("adam_state", "compression"),
-        ("in_place",),
+        ("clipping", "rounding"),
+        ("adam_state",),
+        ("compression", "in_place"),
         ("adam", "partitioned"),
         ("muon",),
     ],
@@ -181,7 +180,7 @@ BROKEN = {
 }
 KEPT = {
     "coat_jax.optax.adam": "import optax\nfrom coat_jax.numerics import expansion, noise",
-    "coat_jax.optax.in_place": "from coat_jax.optax.masks import x\nfrom . import rounding",
+    "coat_jax.optax.in_place": "from coat_jax.optax.trees import x\nfrom . import rounding",
     "coat_jax.cli": "from coat_jax.training import loop",
 }
 

@@ -21,12 +21,11 @@ The functions that store moments in 8 bits take a `coat.Storage`, which holds th
 
 The files and folders, each of which imports only those of the lines above its own:
 
-    masks, derivatives              which parameters a mask selects; derivatives through a step
-    checks/                         checks of arguments, parameters, gradients and states
+    arguments, trees                checks of arguments; dtypes and shapes of trees
     states/                         states of any optimizer: selection, shardings, checkpoints
-    clipping, dtypes, rounding      the global norm; casts of trees; how parameters are rounded
-    adam_state, compression         Adam's state and its step; compress
-    in_place                        any transformation as a step in place
+    clipping, rounding              the global norm; how parameters are rounded
+    adam_state                      Adam's state and its step
+    compression, in_place           compress; any transformation as a step in place
     adam, partitioned/              fp8_adamw; steps in parts
     muon/                           fp8_muon
 """

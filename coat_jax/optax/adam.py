@@ -30,19 +30,21 @@ from jaxtyping import Array
 from coat_jax.kernels.adam import Hyper, Number, Settings
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.optax.adam_state import ScaleByFP8AdamState, init_state, step_tree
-from coat_jax.optax.checks.arguments import (
-    checked_schedule,
-    require_b2_for_b1,
-    require_numbers,
-    require_settings,
-    value_at,
+from coat_jax.optax.arguments import require_b2_for_b1, require_numbers, require_step_arguments
+from coat_jax.optax.in_place import FusedTransformation, InPlaceOptimizer
+from coat_jax.optax.rounding import CorrectedState, RoundParams, zero_corrections
+from coat_jax.optax.trees import (
+    GRADIENTS,
+    OTHER_STATE,
+    require_floats,
+    require_like,
+    update_dtypes,
 )
-from coat_jax.optax.checks.trees import require_real_floats, require_same_shapes, require_state
-from coat_jax.optax.dtypes import update_dtypes
-from coat_jax.optax.in_place import FusedTransformation, InPlaceOptimizer, require_step_arguments
-from coat_jax.optax.masks import Mask, checked_mask, mask_of
-from coat_jax.optax.rounding import CorrectedState, RoundParams, add_corrections
 from coat_jax.storage import Storage
+from coat_jax.validation import require
+
+# A tree of booleans, one for each parameter or for all of a subtree; or a function to one.
+Mask = Any | Callable[[optax.Params], Any]
 
 
 def scale_by_fp8_adam(
@@ -62,9 +64,8 @@ def scale_by_fp8_adam(
     """
     hyper = Hyper(b1=b1, b2=b2, eps=eps, eps_root=eps_root)
     require_numbers(b1=b1, b2=b2, eps=eps, eps_root=eps_root)
-    require_settings(
-        storage=storage, implementation=implementation, mu_dtype=mu_dtype, nesterov=nesterov
-    )
+    require("storage", storage, Storage | None)
+    require("mu_dtype", mu_dtype, type(None))
     settings = Settings(storage or Storage(), nesterov)
 
     def init(params: optax.Params) -> ScaleByFP8AdamState:
@@ -75,7 +76,7 @@ def scale_by_fp8_adam(
         updates: optax.Updates, state: ScaleByFP8AdamState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ScaleByFP8AdamState]:
         wanted = jax.eval_shape(partial(init_state, storage=settings.storage), updates)
-        require_state(state, wanted)
+        require_like("state", state, wanted, OTHER_STATE)
         directions, state, _ = step_tree(
             None,
             updates,
@@ -143,10 +144,8 @@ def fp8_adamw(
     )
     chain = optax.chain(
         first,
-        optax.add_decayed_weights(
-            checked_schedule("weight_decay", weight_decay), checked_mask("mask", mask)
-        ),
-        optax.scale_by_learning_rate(checked_schedule("learning_rate", learning_rate)),
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(learning_rate),
     )
     tx = FusedTransformation(chain.init, chain.update)
     settings = Settings(storage or Storage(), nesterov)
@@ -163,12 +162,13 @@ def _fused(
     round_params: RoundParams,
 ) -> InPlaceOptimizer:
     """The step of `in_place(fp8_adamw(..))`."""
+    require("round_params", round_params, RoundParams)
     corrects = round_params == "24_bits"
     settings = dataclasses.replace(settings, round_params=round_params != "nearest")
 
     def init(params: optax.Params) -> ScaleByFP8AdamState | CorrectedState:
         state = init_moments(params)
-        return add_corrections(state, params) if corrects else state
+        return CorrectedState(state, zero_corrections(params)) if corrects else state
 
     def step(
         params: optax.Params,
@@ -178,25 +178,34 @@ def _fused(
         grad_scale: Number = 1.0,
         skip: bool | Array = False,
     ) -> tuple[optax.Params, Any]:
-        require_state(state, jax.eval_shape(init, params))
-        require_real_floats(grads)
-        require_same_shapes("gradients", grads, params)
+        require_like("state", state, jax.eval_shape(init, params), OTHER_STATE)
+        require_floats(grads)
+        require_like("gradients", grads, params, GRADIENTS, dtypes=False)
         require_step_arguments(grad_scale, skip)
         adam = state.inner if corrects else state
+        learning_rate, weight_decay = (
+            rate(adam.count) if callable(rate) else rate
+            for rate in (hyper.learning_rate, hyper.weight_decay)
+        )
         now = hyper._replace(
-            learning_rate=value_at("learning_rate", hyper.learning_rate, adam.count),
-            weight_decay=value_at("weight_decay", hyper.weight_decay, adam.count),
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
             grad_scale=grad_scale,
             skip=skip,
         )
-        flags = None if mask is None else jax.tree.leaves(mask_of("mask", mask, params))
+        decayed = None
+        if mask is not None:
+            # A module that can be called is a tree, as in optax.
+            is_function = callable(mask) and jax.tree_util.all_leaves([mask])
+            flags = jax.tree.broadcast(mask(params) if is_function else mask, params)
+            decayed = [bool(flag) for flag in jax.tree.leaves(flags)]
         new, adam, corrections = step_tree(
             params,
             grads,
             adam,
             now,
             settings,
-            decayed=flags and list(map(bool, flags)),
+            decayed=decayed,
             corrections=state.corrections if corrects else None,
             implementation=implementation,
         )

@@ -1,12 +1,15 @@
-"""The state of Adam with 8-bit moments: its initial value, its checks, and one step of it.
+"""The state of Adam with 8-bit moments: its initial value, and one step of it.
 
 Each parameter has two moments, each stored in three arrays: the codes, and per group of
 neighbours the largest magnitude `amax` and `exponent_x16`. `coat_jax.storage.Storage` says which
 leaves are stored in 8 bits, and in which formats. Muon, too, uses `init_moment`, `by_leaf` and
 `from_leaves`.
+
+Derivatives go through one step, not through several, as in meta-learning: the updates of a step
+depend on its gradients through FP32 only. JAX would silently round the derivative of FP8 codes to
+FP8, and take that of integer codes as zero, so differentiating what is read from a state raises.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,11 +25,9 @@ from coat_jax.kernels.dispatch import Implementation
 from coat_jax.numerics import expansion, noise
 from coat_jax.numerics.expansion import Expanded
 from coat_jax.numerics.formats import codes_dtype
-from coat_jax.optax.checks.trees import require_real_floats
-from coat_jax.optax.derivatives import refuse_derivatives
-from coat_jax.optax.dtypes import in_fp32
 from coat_jax.optax.rounding import is_bf16
 from coat_jax.optax.states.sharding import fit_metadata, full
+from coat_jax.optax.trees import in_fp32, require_floats
 from coat_jax.storage import Storage
 
 
@@ -45,7 +46,7 @@ class ScaleByFP8AdamState(NamedTuple):
 
 def init_state(params: optax.Params, storage: Storage) -> ScaleByFP8AdamState:
     """The state before the first step: zeros, sharded as the parameters are."""
-    require_real_floats(params)
+    require_floats(params)
     return ScaleByFP8AdamState(
         jnp.zeros([], jnp.int32),
         init_moment(params, storage.first, storage),
@@ -55,18 +56,14 @@ def init_state(params: optax.Params, storage: Storage) -> ScaleByFP8AdamState:
 
 def init_moment(params: optax.Params, dtype: DTypeLike, storage: Storage) -> Expanded:
     """A moment of zeros for every parameter, sharded as the parameter is."""
-
-    def tree(leaf: Callable[[Any], Array]) -> Any:
-        return fit_metadata(jax.tree.map(leaf, params), params)
-
-    def codes(p: Any) -> Array:
-        in_8_bits = storage.quantizes(jnp.shape(p))
-        return full(p, jnp.shape(p), codes_dtype(dtype) if in_8_bits else jnp.float32)
-
-    def per_group(dtype: DTypeLike, value: int) -> Any:
-        return tree(lambda p: full(p, storage.scales_shape(jnp.shape(p)), dtype, value))
-
-    return Expanded(tree(codes), per_group(jnp.float32, 0), per_group(jnp.uint8, expansion.STEPS))
+    leaves = []
+    for p in jax.tree.leaves(params):
+        shape, scales = jnp.shape(p), storage.scales_shape(jnp.shape(p))
+        stored = codes_dtype(dtype) if storage.quantizes(shape) else jnp.float32
+        exponents = full(p, scales, jnp.uint8, expansion.STEPS)
+        leaves.append(Expanded(full(p, shape, stored), full(p, scales, jnp.float32), exponents))
+    trees = from_leaves(leaves, Expanded(params, params, params))
+    return Expanded(*(fit_metadata(tree, params) for tree in trees))
 
 
 def step_tree(
@@ -126,10 +123,8 @@ def step_tree(
 
 def by_leaf(moment: Expanded) -> list[Expanded]:
     """An `Expanded` of trees as a list with one `Expanded` per leaf."""
-    return [
-        refuse_derivatives(Expanded(*arrays))
-        for arrays in zip(*map(jax.tree.leaves, moment), strict=True)
-    ]
+    leaves = [Expanded(*arrays) for arrays in zip(*map(jax.tree.leaves, moment), strict=True)]
+    return [x if x.codes.dtype == jnp.float32 else refuse_derivatives(x) for x in leaves]
 
 
 def from_leaves(leaves: list[Expanded], like: Expanded) -> Expanded:
@@ -141,4 +136,21 @@ def from_leaves(leaves: list[Expanded], like: Expanded) -> Expanded:
         )
         if leaves
         else like
+    )
+
+
+@jax.custom_jvp
+def refuse_derivatives(stored: Expanded) -> Expanded:
+    """Returns a leaf in 8 bits; differentiating it raises an error."""
+    return stored
+
+
+@refuse_derivatives.defjvp
+def _refuse(primals: tuple[Expanded], tangents: tuple[Expanded]) -> tuple[Expanded, Expanded]:
+    raise NotImplementedError(
+        "Moments stored in 8 bits cannot be differentiated, which happens when a derivative is "
+        "taken through more than one step or with respect to the state. Use the uncompressed optax "
+        "optimizer there, or storage=coat_jax.Storage(min_size=10**12), which stores all moments "
+        "in FP32; for derivatives through the last step alone, apply jax.lax.stop_gradient to "
+        "the state."
     )

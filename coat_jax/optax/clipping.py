@@ -10,13 +10,16 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from coat_jax.optax.checks.arguments import require_numbers
+from coat_jax.optax.arguments import require_numbers
 
 
 def global_norm(grads: optax.Updates) -> Float[Array, ""]:
     """The norm of all gradients together, in FP32."""
-    squares = [jnp.sum(jnp.square(_in_fp32(g))) for g in jax.tree.leaves(grads)]
-    return jnp.sqrt(sum(squares, start=jnp.zeros([], jnp.float32)))
+    total = jnp.zeros([], jnp.float32)
+    for g in jax.tree.leaves(grads):
+        magnitude = jnp.abs(g) if jnp.iscomplexobj(g) else jnp.asarray(g)
+        total += jnp.sum(jnp.square(magnitude.astype(jnp.float32)))
+    return jnp.sqrt(total)
 
 
 def global_norm_scale(grads: optax.Updates, max_norm: float | Float[Array, ""]) -> Float[Array, ""]:
@@ -29,12 +32,6 @@ def global_norm_scale(grads: optax.Updates, max_norm: float | Float[Array, ""]) 
     """
     require_numbers(max_norm=max_norm)
     return clip_scale(global_norm(grads), max_norm).astype(jnp.float32)
-
-
-def _in_fp32(g: Array) -> Float[Array, "..."]:
-    """The gradient in FP32; of a complex one its magnitudes."""
-    g = jnp.asarray(g)
-    return (jnp.abs(g) if jnp.iscomplexobj(g) else g).astype(jnp.float32)
 
 
 def clip_scale(norm: Float[Array, ""], max_norm: float | Float[Array, ""]) -> Float[Array, ""]:

@@ -24,14 +24,7 @@ from coat_jax.kernels.dispatch import Implementation
 from coat_jax.numerics import noise
 from coat_jax.numerics.expansion import Expanded
 from coat_jax.numerics.groups import scales_shape
-from coat_jax.optax.checks.arguments import require_settings
-from coat_jax.optax.checks.trees import (
-    dtype_of,
-    explaining_states,
-    is_fp8,
-    require_state_of,
-)
-from coat_jax.optax.derivatives import refuse_derivatives
+from coat_jax.optax.adam_state import refuse_derivatives
 from coat_jax.optax.states.host_memory import on_device
 from coat_jax.optax.states.selection import select_moments, without_names
 from coat_jax.optax.states.sharding import fit_metadata, full
@@ -77,7 +70,6 @@ def compress(
         >>> {name: mu.dtype.name for name, mu in state.codes[0].mu.items()}
         {'b': 'float32', 'w': 'float8_e4m3fn'}
     """
-    require_settings(storage=storage, implementation=implementation)
     inner = optax.with_extra_args_support(tx)
     storage = storage or Storage()
 
@@ -109,19 +101,18 @@ def compress(
         step = optax.safe_increment(state.step)
         structure: Any = jax.tree.structure(state.codes)
         before = jax.tree.unflatten(structure, [_read(e, storage, implementation) for e in stored])
-        with explaining_states(inner, before, updates if params is None else params):
-            updates, after = inner.update(updates, before, params, **extra_args)
-            if jax.tree.structure(after) != structure:
-                raise ValueError(
-                    "The wrapped transformation changed the structure of its state, from "
-                    f"{structure} to {jax.tree.structure(after)}; compress needs it to stay."
-                )
-            encoded = [
-                _write(e, new, storage, noise.leaf_key(storage.seed, step, leaf), implementation)
-                for leaf, e, new in zip(
-                    noise.leaf_ids(state.codes), stored, jax.tree.leaves(after), strict=True
-                )
-            ]
+        updates, after = inner.update(updates, before, params, **extra_args)
+        if jax.tree.structure(after) != structure:
+            raise ValueError(
+                "The wrapped transformation changed the structure of its state, from "
+                f"{structure} to {jax.tree.structure(after)}; compress needs it to stay."
+            )
+        encoded = [
+            _write(e, new, storage, noise.leaf_key(storage.seed, step, leaf), implementation)
+            for leaf, e, new in zip(
+                noise.leaf_ids(state.codes), stored, jax.tree.leaves(after), strict=True
+            )
+        ]
         trees = (
             jax.tree.unflatten(jax.tree.structure(tree), [getattr(e, field) for e in encoded])
             for tree, field in zip(state[1:], Expanded._fields, strict=True)
@@ -142,7 +133,6 @@ def decompress(state: Any, storage: Storage | None = None) -> Any:
             to the device.
         storage: what was given to `compress`.
     """
-    require_settings(storage=storage)
     storage = storage or Storage()
 
     def plain(node: Any) -> Any:
@@ -156,11 +146,11 @@ def decompress(state: Any, storage: Storage | None = None) -> Any:
 
 def _stored_leaves(state: Any, storage: Storage) -> list[Expanded]:
     """The leaves of a state, checked to be stored as `storage` says."""
-    require_state_of(CompressedState, state)
-    stored = [Expanded(*arrays) for arrays in zip(*map(jax.tree.leaves, state[1:]), strict=True)]
+    trees = state.codes, state.amax, state.exponent_x16
+    stored = [Expanded(*arrays) for arrays in zip(*map(jax.tree.leaves, trees), strict=True)]
     for (path, _), e in zip(jax.tree.leaves_with_path(state.codes), stored, strict=True):
         scales = scales_shape(jnp.shape(e.codes), storage.group_size)
-        if is_fp8(e.codes) and (e.codes.dtype, e.amax.shape) != (storage.other, scales):
+        if _is_fp8(e.codes) and (e.codes.dtype, e.amax.shape) != (storage.other, scales):
             raise ValueError(
                 f"state.codes{jax.tree_util.keystr(path)} is {e.codes.dtype} with scales "
                 f"{list(e.amax.shape)} instead of {jnp.dtype(storage.other)} with {list(scales)}: "
@@ -181,8 +171,13 @@ def _uncompressed(leaf: Any, storage: Storage) -> Expanded:
     return Expanded(leaf, full(leaf, shape, jnp.float32), full(leaf, shape, jnp.uint8))
 
 
+def _is_fp8(leaf: Any) -> bool:
+    dtype = jnp.result_type(leaf)
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
+
+
 def _read(stored: Expanded, storage: Storage, implementation: Implementation | None = None) -> Any:
-    if not is_fp8(stored.codes):
+    if not _is_fp8(stored.codes):
         return stored.codes
     return stored_moment.read(refuse_derivatives(stored), storage, implementation)
 
@@ -191,8 +186,9 @@ def _write(
     stored: Expanded, new: Any, storage: Storage, key: Any, implementation: Implementation | None
 ) -> Expanded:
     """The leaf as it is stored after a step."""
-    if not is_fp8(stored.codes):
-        wanted = dtype_of(stored.codes)
-        return stored._replace(codes=new if dtype_of(new) == wanted else jnp.asarray(new, wanted))
+    if not _is_fp8(stored.codes):
+        wanted = jnp.result_type(stored.codes)
+        same = jnp.result_type(new) == wanted
+        return stored._replace(codes=new if same else jnp.asarray(new, wanted))
     key = noise.distinguish(key, new)
     return stored_moment.rewrite(stored, new, storage, key, implementation)

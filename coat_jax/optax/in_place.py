@@ -21,27 +21,17 @@ from jaxtyping import Array, Int32
 
 from coat_jax.kernels.adam import Number
 from coat_jax.optax.adam_state import ScaleByFP8AdamState
-from coat_jax.optax.checks.arguments import require_flag, require_numbers
-from coat_jax.optax.checks.trees import (
-    difference,
-    dtype_of,
-    explaining_states,
-    require_real_float,
-    require_same_shapes,
-    require_state_of,
-)
-from coat_jax.optax.dtypes import in_fp32
-from coat_jax.optax.masks import leaves_some_out
+from coat_jax.optax.arguments import require_step_arguments
 from coat_jax.optax.rounding import (
     CorrectedState,
     RoundParams,
-    add_corrections,
     is_bf16,
     join_params,
-    require_corrections,
     round_stepped,
+    zero_corrections,
 )
-from coat_jax.optax.states.following import optimized
+from coat_jax.optax.states.sharding import leaves_some_out, optimized
+from coat_jax.optax.trees import GRADIENTS, in_fp32, require_floats, require_like
 from coat_jax.validation import Seed, require
 
 _log = logging.getLogger("coat_jax")
@@ -103,9 +93,9 @@ def in_place(
         >>> print(params["w"][0, 0])
         0.9989
     """
-    init_state, compute = _rounded(tx, round_params, seed)
     if isinstance(tx, FusedTransformation):
         return tx.fused(round_params)
+    init_state, compute = _rounded(tx, round_params, seed)
 
     def init(params: optax.Params) -> Any:
         state = init_state(params)
@@ -182,12 +172,6 @@ def with_rounding(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def require_step_arguments(grad_scale: Any, skip: Any) -> None:
-    """Raises unless the arguments of a step have the right types."""
-    require_numbers(grad_scale=grad_scale)
-    require_flag("skip", skip)
-
-
 def _rounded(
     tx: optax.GradientTransformation, round_params: RoundParams, seed: int
 ) -> tuple[Callable[[optax.Params], Any], Callable[..., tuple[optax.Params, Any, optax.Updates]]]:
@@ -204,29 +188,26 @@ def _rounded(
         )
         _require_steppable(params, inner)
         state = InPlaceState(jnp.zeros([], jnp.int32), inner)
-        return add_corrections(state, params) if round_params == "24_bits" else state
+        if round_params != "24_bits":
+            return state
+        return CorrectedState(state, zero_corrections(params))
 
     def step(
         params: optax.Params, grads: optax.Updates, state: Any, grad_scale: Number, extra_args: Any
     ) -> tuple[optax.Params, Any, optax.Updates]:
         before, joined, corrections = state, params, None
         if round_params == "24_bits":
-            require_corrections(params, state)
-            before, corrections = state
+            before, corrections = state.inner, state.corrections
             joined = join_params(params, corrections)
-        require_state_of(InPlaceState, before)
-        require_same_shapes("gradients", grads, optimized(params))
+        require_like("gradients", grads, optimized(params), GRADIENTS, dtypes=False)
         _require_steppable(grads, before.inner)
         wide = in_fp32(joined)
         scaled = jax.tree.map(
             lambda g: jnp.asarray(g * grad_scale, jnp.result_type(g)),  # a factor may be in FP64
             in_fp32(grads),
         )
-        with explaining_states(inner_tx, before.inner, wide):
-            updates, inner = inner_tx.update(scaled, before.inner, wide, **extra_args)
-            changed = difference("state", inner, before.inner)
-            if changed is not None:
-                raise ValueError(f"The transformation changed its own state: {changed}.")
+        updates, inner = inner_tx.update(scaled, before.inner, wide, **extra_args)
+        require_like("state", inner, before.inner, "The transformation changed its own state.")
         count = optax.safe_increment(before.count)
         stepped = optax.apply_updates(wide, updates)
         new, corrections = round_stepped(
@@ -243,9 +224,5 @@ def _require_steppable(tree: Any, state: Any) -> None:
 
     Complex arrays are stepped without a cast. Integers are allowed if the state masks some leaves.
     """
-    stepped: tuple[Any, ...] = (jnp.complexfloating,)
-    if leaves_some_out(state):
-        stepped += (jnp.integer,)
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        if not any(jnp.issubdtype(dtype_of(leaf), kind) for kind in stepped):
-            require_real_float(jax.tree_util.keystr(path) or "the parameter", leaf)
+    masked = [jnp.integer] if leaves_some_out(state) else []
+    require_floats(tree, jnp.complexfloating, *masked)

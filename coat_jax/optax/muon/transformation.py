@@ -32,16 +32,9 @@ from coat_jax.kernels.dispatch import Implementation
 from coat_jax.numerics import noise
 from coat_jax.numerics.expansion import Expanded
 from coat_jax.numerics.integers import LARGEST, SMALLEST
-from coat_jax.optax.adam import fp8_adamw
+from coat_jax.optax.adam import Mask, fp8_adamw
 from coat_jax.optax.adam_state import by_leaf, from_leaves, init_moment
-from coat_jax.optax.checks.arguments import (
-    checked_schedule,
-    require_numbers,
-    require_settings,
-)
-from coat_jax.optax.checks.trees import require_real_floats, require_state
-from coat_jax.optax.dtypes import in_fp32, promoted
-from coat_jax.optax.masks import Mask, checked_mask
+from coat_jax.optax.arguments import require_numbers
 from coat_jax.optax.muon.matrices import (
     DimensionNumbers,
     Matrix,
@@ -58,6 +51,13 @@ from coat_jax.optax.muon.newton_schulz import (
     orthogonalize,
 )
 from coat_jax.optax.states.sharding import fit_metadata, full
+from coat_jax.optax.trees import (
+    OTHER_STATE,
+    in_fp32,
+    require_floats,
+    require_like,
+    update_dtypes,
+)
 from coat_jax.storage import Storage
 from coat_jax.validation import require
 
@@ -140,11 +140,6 @@ def fp8_muon(
         learning_rate=learning_rate,
         weight_decay=weight_decay,
         consistent_rms=0.0 if consistent_rms is None else consistent_rms,
-        adam_learning_rate=learning_rate if adam_learning_rate is None else adam_learning_rate,
-        adam_b1=adam_b1,
-        adam_b2=adam_b2,
-        adam_eps_root=adam_eps_root,
-        adam_weight_decay=adam_weight_decay,
     )
     numbers = muon_weight_dimension_numbers or certain_matrices
     muon = optax.chain(
@@ -162,21 +157,16 @@ def fp8_muon(
             storage=storage,
         ),
         optax.stateless(partial(_scale_by_shape, numbers, consistent_rms)),
-        optax.add_decayed_weights(
-            checked_schedule("weight_decay", weight_decay),
-            checked_mask("weight_decay_mask", weight_decay_mask),
-        ),
-        optax.scale_by_learning_rate(checked_schedule("learning_rate", learning_rate)),
+        optax.add_decayed_weights(weight_decay, weight_decay_mask),
+        optax.scale_by_learning_rate(learning_rate),
     )
     adam = fp8_adamw(
-        learning_rate
-        if adam_learning_rate is None
-        else checked_schedule("adam_learning_rate", adam_learning_rate),
+        learning_rate if adam_learning_rate is None else adam_learning_rate,
         adam_b1,
         adam_b2,
         eps,
         adam_eps_root,
-        weight_decay=checked_schedule("adam_weight_decay", adam_weight_decay),
+        weight_decay=adam_weight_decay,
         nesterov=nesterov,
         storage=storage,
         implementation=implementation,
@@ -226,12 +216,13 @@ def scale_by_fp8_muon(
     coefficients, dtype = coefficients_of(ns_coeffs, ns_steps), checked_dtype(ns_dtype)
     require("preconditioning", preconditioning, Preconditioning)
     require_numbers(beta=beta, eps=eps)
-    require_settings(storage=storage, mu_dtype=mu_dtype, nesterov=nesterov, adaptive=adaptive)
+    require("storage", storage, Storage | None)
+    require("mu_dtype", mu_dtype, type(None))
     storage = storage or Storage()
     beta = in_fp32(beta)  # optax.inject_hyperparams casts it to the dtype of the parameters
 
     def init(params: optax.Params) -> ScaleByFP8MuonState:
-        require_real_floats(params)
+        require_floats(params)
         leaves, structure = jax.tree.flatten(params)
         matrices = matrices_of(weight_dimension_numbers, params)
         columns = [
@@ -247,8 +238,7 @@ def scale_by_fp8_muon(
     def update(
         updates: optax.Updates, state: ScaleByFP8MuonState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ScaleByFP8MuonState]:
-        require_state(state, jax.eval_shape(init, updates))
-        updates = promoted(updates, params)
+        require_like("state", state, jax.eval_shape(init, updates), OTHER_STATE)
         count = optax.safe_increment(state.count)
         gradients, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, updates))
         matrices = matrices_of(weight_dimension_numbers, updates)
@@ -278,7 +268,8 @@ def scale_by_fp8_muon(
                 * jnp.sum(m * wide, axis=(*matrix.inputs, *matrix.outputs), keepdims=True)
                 for u, m, matrix in zip(directions, corrected, matrices, strict=True)
             ]
-        results = [u.astype(g.dtype) for u, g in zip(directions, gradients, strict=True)]
+        dtypes = update_dtypes(updates, params)
+        results = [u.astype(own) for u, own in zip(directions, dtypes, strict=True)]
         state = ScaleByFP8MuonState(
             count,
             from_leaves(stored, state.mu),

@@ -18,11 +18,11 @@ from jaxtyping import Array
 
 from coat_jax.errors import UserError
 from coat_jax.kernels.adam import Number
-from coat_jax.optax.checks.trees import require_same_shapes
 from coat_jax.optax.in_place import InPlaceOptimizer
 from coat_jax.optax.partitioned.parts import Parts
-from coat_jax.optax.states.following import param_of_leaf
 from coat_jax.optax.states.host_memory import HOST, host_sharding, is_on_host
+from coat_jax.optax.states.sharding import followed_indices
+from coat_jax.optax.trees import GRADIENTS, require_like
 
 SMALL = 2**16  # bytes of an array that is not worth a copy
 PART = 2**27  # the fewest bytes of a part: copies of many arrays start at once
@@ -61,9 +61,10 @@ def in_host_memory(optimizer: InPlaceOptimizer) -> InPlaceOptimizer:
             )
         state = optimizer.init(params)
         leaves, structure = jax.tree.flatten(state)
-        for i, param in enumerate(param_of_leaf(state, params)):
-            shape = None if param is None else jnp.shape(param)
-            if leaves[i].shape == shape and leaves[i].nbytes >= SMALL:
+        shapes = [jnp.shape(param) for param in jax.tree.leaves(params)]
+        for i, index in enumerate(followed_indices(state, params)):
+            follows = index is not None and leaves[i].shape == shapes[index]
+            if follows and leaves[i].nbytes >= SMALL:
                 if not isinstance(leaves[i], jax.core.Tracer):
                     host_sharding(leaves[i].sharding)  # raises if its device cannot reach the host
                 leaves[i] = jax.device_put(leaves[i], HOST)
@@ -81,7 +82,7 @@ def in_host_memory(optimizer: InPlaceOptimizer) -> InPlaceOptimizer:
         arguments = {"grad_scale": grad_scale, "skip": skip, **extra_args}
         if not any(map(is_on_host, jax.tree.leaves(state))):
             return optimizer.step(params, grads, state, **arguments)
-        require_same_shapes("gradients", grads, params)
+        require_like("gradients", grads, params, GRADIENTS, dtypes=False)
         gradients = jax.tree.leaves(grads)
         parts = Parts(params, state)
         for part in _divided(parts.sizes_on_host()):

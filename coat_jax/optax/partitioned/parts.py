@@ -21,9 +21,8 @@ from jax import lax
 from jaxtyping import Array
 
 from coat_jax.errors import UserError
-from coat_jax.optax.masks import leaves_some_out
-from coat_jax.optax.states.following import followed_indices
 from coat_jax.optax.states.host_memory import DEVICE, HOST, is_on_host
+from coat_jax.optax.states.sharding import followed_indices, leaves_some_out
 
 
 class Parts:

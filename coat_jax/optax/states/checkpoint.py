@@ -32,6 +32,8 @@ from coat_jax.multihost import run_on_main
 from coat_jax.optax.states.host_memory import copy_hosted
 from coat_jax.writing import write_failures
 
+NUMBERS = bool | int | float | complex | np.generic  # stored as arrays without axes
+
 
 class LiteralPath(epath.gpath.PosixGPath):
     """A path for orbax, which looks for its files with globs below it: see docs/upstream.md."""
@@ -149,7 +151,7 @@ def _asked_for(like: Any, stored: Any) -> Any:
 
     def asked_for(path: Any, leaf: Any) -> Any:
         _, dtype = found.get("/".join(_keys(path)), ((), None))
-        if dtype is None or not _is_number(leaf) or isinstance(leaf, np.generic):
+        if dtype is None or not isinstance(leaf, bool | int | float | complex):
             return _to_array(leaf)
         kinds = {bool: jnp.bool_, int: jnp.integer, float: jnp.floating}
         kind = kinds.get(type(leaf), jnp.complexfloating)
@@ -170,13 +172,10 @@ def require_storable(state: Any) -> None:
     stored_as: dict[str, str] = {}
     for path, leaf in jax.tree.leaves_with_path(state):
         where, name = jax.tree_util.keystr(path), ".".join(_keys(path))
-        kind = getattr(getattr(leaf, "dtype", None), "kind", "O")
         if stored_as.setdefault(name, where) != where:
             reason = f"has the name of {stored_as[name]}, because orbax joins keys with dots"
-        elif kind in "OSUmM" and not _is_number(leaf) and not _is_key(leaf):
-            reason = f"is a {type(leaf).__name__}, no array of numbers, random key or number"
-        elif isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
-            reason = "does not fit in 64 bits"
+        elif not isinstance(leaf, NUMBERS) and not hasattr(leaf, "dtype"):
+            reason = f"is a {type(leaf).__name__}, no array, random key or number"
         elif 0 in np.shape(leaf):
             reason = "is empty, which orbax does not store: leave it out with optax.masked"
         else:
@@ -188,14 +187,10 @@ def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key)
 
 
-def _is_number(leaf: Any) -> bool:
-    return isinstance(leaf, bool | int | float | complex | np.generic)
-
-
 def _to_array(leaf: Any) -> Any:
     """What is stored for a leaf; of a ShapeDtypeStruct, its description."""
     if not _is_key(leaf):
-        return np.asarray(leaf) if _is_number(leaf) else leaf
+        return np.asarray(leaf) if isinstance(leaf, NUMBERS) else leaf
     if isinstance(leaf, jax.Array):
         return jax.random.key_data(leaf)
     data = jax.eval_shape(jax.random.key_data, leaf)  # with one more axis
@@ -209,7 +204,7 @@ def _from_array(leaf: Any, array: Any) -> Any:
     if _is_key(leaf):
         implementation = jax.random.key_impl(jax.random.key(0, dtype=leaf.dtype))
         return jax.random.wrap_key_data(array, impl=implementation)
-    return type(leaf)(array.item()) if _is_number(leaf) else array
+    return type(leaf)(array.item()) if isinstance(leaf, NUMBERS) else array
 
 
 def _require_same(path: Path, stored: Any, like: Any) -> None:

@@ -23,8 +23,8 @@ import jax.extend
 import jax.numpy as jnp
 import optax
 
-from coat_jax.optax.checks.trees import dtype_of, require_real_float
-from coat_jax.optax.states.following import optimized, param_of_leaf
+from coat_jax.optax.states.sharding import followed_indices, optimized
+from coat_jax.optax.trees import require_floats
 from coat_jax.storage import Storage
 
 # States that are subtracted from nearly equal numbers.
@@ -50,27 +50,30 @@ def select_moments(
     where: Callable[[str, Any], bool] | None,
 ) -> list[bool]:
     """For each leaf of `state`, which is `init(params)`, whether it is compressed."""
-    for path, param in jax.tree.leaves_with_path(params):
-        if jnp.iscomplexobj(param):
-            require_real_float(jax.tree_util.keystr(path), param)
+    leaves, structure = jax.tree.flatten(optimized(params))
+    indices = followed_indices(state, params)
+    # Integers without moments are left to the transformation.
+    with_moments = [
+        param if i in indices or jnp.iscomplexobj(param) else None for i, param in enumerate(leaves)
+    ]
+    require_floats(jax.tree.unflatten(structure, with_moments))
     shapes = [jnp.shape(param) for param in jax.tree.leaves(params)]
     chosen, unchosen = [], ""
-    for (path, leaf), param, from_values, kind in zip(
+    for (path, leaf), index, from_values, kind in zip(
         jax.tree.leaves_with_path(state),
-        param_of_leaf(state, params),
+        indices,
         depends_on_values(init, params),
         _kinds(state),
         strict=True,
     ):
-        name, shape, dtype = jax.tree_util.keystr(path), jnp.shape(leaf), dtype_of(leaf)
+        name, shape, dtype = jax.tree_util.keystr(path), jnp.shape(leaf), jnp.result_type(leaf)
         if kind in REFUSED:
             raise ValueError(
                 f"compress does not take {REFUSED[kind]}, which subtracts nearly equal numbers: "
                 "rounding to 8 bits is larger than their difference. Use it uncompressed."
             )
-        if param is not None:
-            require_real_float(f"The parameter of {name}", param)
-            if shape == jnp.shape(param) and dtype.itemsize == 1 and dtype != jnp.bool_:
+        if index is not None:
+            if shape == jnp.shape(leaves[index]) and dtype.itemsize == 1 and dtype != jnp.bool_:
                 raise ValueError(
                     f"The state of the wrapped transformation holds 8 bits already, in {name}. Use "
                     "fp8_adamw, or what is compressed, as it is."
@@ -81,7 +84,7 @@ def select_moments(
                 "Compress inside it: optax.flatten(compress(tx))."
             )
         compressible = (
-            param is not None
+            index is not None
             and jnp.issubdtype(dtype, jnp.floating)
             and not from_values
             and kind not in WITHOUT_MOMENTS

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeGuard
 import optax
 
 from coat_jax.errors import UserError
-from coat_jax.optax.checks.arguments import least_b2
+from coat_jax.optax.arguments import least_b2
 from coat_jax.optax.rounding import RoundParams
 from coat_jax.validation import Between, CountOrZero, Share, brief, require_fields
 

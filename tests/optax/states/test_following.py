@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from coat_jax.optax.states.following import followed_indices
+from coat_jax.optax.states.sharding import followed_indices
 
 
 def test_counters_and_settings_follow_no_scalar_of_their_name():

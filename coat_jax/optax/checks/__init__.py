@@ -1,1 +1,0 @@
-"""Checks of what optimizers are given, before anything is computed."""
