@@ -30,7 +30,12 @@ from jaxtyping import Array
 from coat_jax.kernels.adam import Hyper, Number, Settings
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.optax.adam_state import ScaleByFP8AdamState, init_state, step_tree
-from coat_jax.optax.arguments import require_b2_for_b1, require_numbers, require_step_arguments
+from coat_jax.optax.arguments import (
+    refuse_mu_dtype,
+    require_b2_for_b1,
+    require_numbers,
+    require_step_arguments,
+)
 from coat_jax.optax.in_place import FusedTransformation, InPlaceOptimizer
 from coat_jax.optax.rounding import CorrectedState, RoundParams, zero_corrections
 from coat_jax.optax.trees import (
@@ -65,7 +70,7 @@ def scale_by_fp8_adam(
     hyper = Hyper(b1=b1, b2=b2, eps=eps, eps_root=eps_root)
     require_numbers(b1=b1, b2=b2, eps=eps, eps_root=eps_root)
     require("storage", storage, Storage | None)
-    require("mu_dtype", mu_dtype, type(None))
+    refuse_mu_dtype(mu_dtype)
     settings = Settings(storage or Storage(), nesterov)
 
     def init(params: optax.Params) -> ScaleByFP8AdamState:

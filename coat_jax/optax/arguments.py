@@ -20,17 +20,21 @@ MAY_BE_SCHEDULES = ("learning_rate", "weight_decay")
 
 
 def require_numbers(**arguments: Any) -> None:
-    """Raises unless these are real scalars in their ranges; or schedules, if they may be."""
+    """Raises unless these are real scalars in their ranges; or schedules, if they may be.
+
+    Arguments of Adam in `fp8_muon` begin with "adam_".
+    """
     for name, value in arguments.items():
-        if name in MAY_BE_SCHEDULES and callable(value):
+        bare = name.removeprefix("adam_")
+        if bare in MAY_BE_SCHEDULES and callable(value):
             continue
         if not _is_scalar(value, jnp.floating, jnp.integer):
             also = " or a schedule (a function of the step count)"
             raise TypeError(
-                f"{name}={brief(value)} must be a number{also if name in MAY_BE_SCHEDULES else ''}."
+                f"{name}={brief(value)} must be a number{also if bare in MAY_BE_SCHEDULES else ''}."
             )
         # A largest norm of 0 would make every gradient zero.
-        low, high = 1e-30 if name == "max_norm" else 0, 1 if name in BELOW_ONE else math.inf
+        low, high = 1e-30 if name == "max_norm" else 0, 1 if bare in BELOW_ONE else math.inf
         known = _known(value)
         if known is not None and not low <= known < high:
             narrow = getattr(value, "dtype", None) in (jnp.bfloat16, jnp.float16)
@@ -48,6 +52,15 @@ def require_step_arguments(grad_scale: Any, skip: Any) -> None:
     if not _is_scalar(skip, jnp.bool_):
         raise TypeError(
             f"skip={brief(skip)} must be True, False or one boolean in an array of shape ()."
+        )
+
+
+def refuse_mu_dtype(mu_dtype: Any) -> None:
+    """Raises unless the dtype of first moments, as optax has it, is left out."""
+    if mu_dtype is not None:
+        raise ValueError(
+            f"mu_dtype={brief(mu_dtype)}: the first moment is stored in 8 bits. Leave mu_dtype "
+            "out; storage=coat_jax.Storage(first=...) chooses among the formats."
         )
 
 

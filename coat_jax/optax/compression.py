@@ -28,6 +28,7 @@ from coat_jax.optax.adam_state import refuse_derivatives
 from coat_jax.optax.states.host_memory import on_device
 from coat_jax.optax.states.selection import select_moments, without_names
 from coat_jax.optax.states.sharding import fit_metadata, full
+from coat_jax.optax.trees import explaining_states
 from coat_jax.storage import Storage, placeholder_shape
 
 
@@ -97,16 +98,18 @@ def compress(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, CompressedState]:
-        stored = _stored_leaves(state, storage)
-        step = optax.safe_increment(state.step)
-        structure: Any = jax.tree.structure(state.codes)
-        before = jax.tree.unflatten(structure, [_read(e, storage, implementation) for e in stored])
-        updates, after = inner.update(updates, before, params, **extra_args)
-        if jax.tree.structure(after) != structure:
-            raise ValueError(
-                "The wrapped transformation changed the structure of its state, from "
-                f"{structure} to {jax.tree.structure(after)}; compress needs it to stay."
-            )
+        with explaining_states(init, state, updates if params is None else params):
+            stored = _stored_leaves(state, storage)
+            step = optax.safe_increment(state.step)
+            structure: Any = jax.tree.structure(state.codes)
+            moments = [_read(e, storage, implementation) for e in stored]
+            before = jax.tree.unflatten(structure, moments)
+            updates, after = inner.update(updates, before, params, **extra_args)
+            if jax.tree.structure(after) != structure:
+                raise ValueError(
+                    "The wrapped transformation changed the structure of its state, from "
+                    f"{structure} to {jax.tree.structure(after)}; compress needs it to stay."
+                )
         encoded = [
             _write(e, new, storage, noise.leaf_key(storage.seed, step, leaf), implementation)
             for leaf, e, new in zip(

@@ -31,7 +31,7 @@ from coat_jax.optax.rounding import (
     zero_corrections,
 )
 from coat_jax.optax.states.sharding import leaves_some_out, optimized
-from coat_jax.optax.trees import GRADIENTS, in_fp32, require_floats, require_like
+from coat_jax.optax.trees import GRADIENTS, explaining_states, in_fp32, require_floats, require_like
 from coat_jax.validation import Seed, require
 
 _log = logging.getLogger("coat_jax")
@@ -195,18 +195,20 @@ def _rounded(
     def step(
         params: optax.Params, grads: optax.Updates, state: Any, grad_scale: Number, extra_args: Any
     ) -> tuple[optax.Params, Any, optax.Updates]:
-        before, joined, corrections = state, params, None
-        if round_params == "24_bits":
-            before, corrections = state.inner, state.corrections
-            joined = join_params(params, corrections)
-        require_like("gradients", grads, optimized(params), GRADIENTS, dtypes=False)
-        _require_steppable(grads, before.inner)
-        wide = in_fp32(joined)
-        scaled = jax.tree.map(
-            lambda g: jnp.asarray(g * grad_scale, jnp.result_type(g)),  # a factor may be in FP64
-            in_fp32(grads),
-        )
-        updates, inner = inner_tx.update(scaled, before.inner, wide, **extra_args)
+        with explaining_states(init, state, params):
+            before, joined, corrections = state, params, None
+            if round_params == "24_bits":
+                before, corrections = state.inner, state.corrections
+                joined = join_params(params, corrections)
+            require_like("gradients", grads, optimized(params), GRADIENTS, dtypes=False)
+            _require_steppable(grads, before.inner)
+            wide = in_fp32(joined)
+            scaled = jax.tree.map(
+                # A factor may be in FP64.
+                lambda g: jnp.asarray(g * grad_scale, jnp.result_type(g)),
+                in_fp32(grads),
+            )
+            updates, inner = inner_tx.update(scaled, before.inner, wide, **extra_args)
         require_like("state", inner, before.inner, "The transformation changed its own state.")
         count = optax.safe_increment(before.count)
         stepped = optax.apply_updates(wide, updates)

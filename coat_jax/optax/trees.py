@@ -1,5 +1,7 @@
 """Dtypes of trees of parameters, gradients and states: casts, and checks of dtypes and shapes."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -75,3 +77,17 @@ def require_like(name: str, tree: Any, wanted: Any, advice: str, *, dtypes: bool
         else:
             continue
         raise ValueError(f"{name}{path} {differs}. {advice}")
+
+
+@contextlib.contextmanager
+def explaining_states(init: Callable[[Any], Any], state: Any, params: Any) -> Iterator[None]:
+    """Explains an error within, if the state differs from what `init(params)` makes."""
+    try:
+        yield
+    except (AttributeError, TypeError, ValueError) as error:
+        try:
+            wanted = jax.eval_shape(init, params)
+        except Exception:  # some `init` need numbers, not only shapes
+            raise error from None
+        require_like("state", state, wanted, OTHER_STATE)
+        raise

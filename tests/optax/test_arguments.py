@@ -99,7 +99,7 @@ def test_settings_of_a_wrong_type_are_refused():
     for make in (fp8_adamw, scale_by_fp8_adam, fp8_muon):
         with pytest.raises(ValueError, match="must be a Storage or None"):
             made(make, storage={"group_size": 64})
-        with pytest.raises(ValueError, match="mu_dtype=bfloat16 must be None"):
+        with pytest.raises(ValueError, match=r"mu_dtype=bfloat16: .*Storage\(first"):
             made(make, mu_dtype=jnp.bfloat16)
     for tx in (fp8_adamw(1e-3, implementation="cuda"), compress(SGDM, implementation="cuda")):
         with pytest.raises(ValueError, match='must be None, "xla" or "triton", not \'cuda\''):
@@ -160,7 +160,7 @@ def test_a_state_of_another_storage_is_refused():
         state = jax.eval_shape(make(1e-3, storage=storage).init, PARAMS)
         with pytest.raises(ValueError, match=r"is .* instead of .*Storage that"):
             jax.eval_shape(make(1e-3, storage=FP8).update, PARAMS, state, PARAMS)
-    with pytest.raises(AttributeError, match="'tuple' object has no attribute 'codes'"):
+    with pytest.raises(ValueError, match=r"state.step is missing. The state was made by another"):
         compress(optax.adamw(1e-3)).update(PARAMS, optax.adamw(1e-3).init(PARAMS), PARAMS)
 
 

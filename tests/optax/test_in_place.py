@@ -110,7 +110,7 @@ REFUSED = {
     "function.* has no attribute 'init'": lambda: in_place(optax.lion),
     "has no attribute 'update'": lambda: step_once(in_place(SGD)),
     "seed=-1 must be": lambda: in_place(SGD, seed=-1),
-    "'tuple' object has no attribute 'inner'": lambda: in_place(SGD).step(
+    "state.count is missing. The state was made by another": lambda: in_place(SGD).step(
         tree(0), tree(1), SGD.init(tree(0))
     ),
     r"state\['m'\] is int32\[3\] instead of float32\[3\]. .* changed its own state": (

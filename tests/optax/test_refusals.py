@@ -11,6 +11,7 @@ from coat_jax.optax import (
     fp8_adamw,
     in_place,
     scale_by_fp8_adam,
+    with_rounding,
 )
 
 FP8 = Storage(min_size=0)
@@ -58,15 +59,37 @@ def test_gradients_of_another_model_are_refused(case):
             fused.step(params, gradients, fused.init(PARAMS))
 
 
-@pytest.mark.parametrize("wrap", [compress, in_place], ids=["compress", "in_place"])
-def test_the_state_of_another_transformation_or_of_other_parameters_is_refused(wrap):
-    def stepped(wrapped, state):
-        if wrap is in_place:
-            return wrapped.step(PARAMS, PARAMS, state)
-        return wrapped.update(PARAMS, state, PARAMS)
+def in_24_bits(tx):
+    return with_rounding(tx, "24_bits")
 
-    with pytest.raises(AttributeError, match=r"'ScaleByLionState' .* no attribute 'nu'"):
-        stepped(wrap(optax.adamw(1e-3)), wrap(optax.lion(1e-3)).init(PARAMS))
+
+WRAPPERS = {"compress": compress, "in_place": in_place, "with_rounding": in_24_bits}
+
+
+def stepped_with(wrapped, state):
+    if hasattr(wrapped, "step"):
+        return wrapped.step(PARAMS, PARAMS, state)
+    return wrapped.update(PARAMS, state, PARAMS)
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_the_state_of_another_transformation_or_of_other_parameters_is_named(wrap):
+    adamw, lion = wrap(optax.adamw(1e-3)), wrap(optax.lion(1e-3))
+    with pytest.raises(ValueError, match=r"\.nu.* is missing.* made by another"):
+        stepped_with(adamw, lion.init(PARAMS))
     tx = wrap(optax.sgd(1e-3, momentum=0.9))
-    with pytest.raises(TypeError, match=r"incompatible shapes .*\(4, 128\), .*\(3, 5\)"):
-        stepped(tx, tx.init(PARAMS | {"w": jnp.ones((3, 5))}))
+    state = tx.init(PARAMS | {"w": jnp.ones((3, 5))})
+    with pytest.raises(ValueError, match=r"\['w'\].* for other parameters"):
+        stepped_with(tx, state)
+
+
+def test_other_errors_of_a_transformation_are_its_own():
+    def needs_numbers(params):
+        assert float(jnp.sum(params["b"])) > 0
+        return ()
+
+    for init in (lambda params: (), needs_numbers):
+        broken = optax.GradientTransformation(init, lambda g, s, p=None: 1 + "a")
+        for wrap in (in_place, in_24_bits):
+            with pytest.raises(TypeError, match="unsupported operand"):
+                stepped_with(wrap(broken), wrap(broken).init(PARAMS))

@@ -230,10 +230,10 @@ REFUSED = {
         p, p, in_place(plain()).init(p)
     ),
     "state.count is missing.*for other": lambda p: in_place(plain()).step(p, p, fused().init(p)),
-    "'ScaleByFP8AdamState' object has no attribute 'inner'": (
+    r"state.mu.codes\['matrix'\] is not expected. The state was made by another": (
         lambda p: in_place(optax.sgd(1.0)).step(p, p, in_place(plain()).init(p))
     ),
-    "'InPlaceState' object has no attribute 'corrections'": (
+    "state.inner.count is missing. .*for other": (
         lambda p: sgd().update(p, in_place(optax.sgd(1.0)).init(p), p)
     ),
     r"state.corrections\['matrix'\] is int8.* instead of int8\[16, 256\]": (
@@ -252,7 +252,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_states_and_parameters_that_do_not_fit_are_refused(message):
-    with pytest.raises((AttributeError, ValueError), match=message):
+    with pytest.raises(ValueError, match=message):
         REFUSED[message](parameters())
 
 

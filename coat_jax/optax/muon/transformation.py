@@ -34,7 +34,7 @@ from coat_jax.numerics.expansion import Expanded
 from coat_jax.numerics.integers import LARGEST, SMALLEST
 from coat_jax.optax.adam import Mask, fp8_adamw
 from coat_jax.optax.adam_state import by_leaf, from_leaves, init_moment
-from coat_jax.optax.arguments import require_numbers
+from coat_jax.optax.arguments import refuse_mu_dtype, require_numbers
 from coat_jax.optax.muon.matrices import (
     DimensionNumbers,
     Matrix,
@@ -140,6 +140,11 @@ def fp8_muon(
         learning_rate=learning_rate,
         weight_decay=weight_decay,
         consistent_rms=0.0 if consistent_rms is None else consistent_rms,
+        adam_learning_rate=learning_rate if adam_learning_rate is None else adam_learning_rate,
+        adam_b1=adam_b1,
+        adam_b2=adam_b2,
+        adam_eps_root=adam_eps_root,
+        adam_weight_decay=adam_weight_decay,
     )
     numbers = muon_weight_dimension_numbers or certain_matrices
     muon = optax.chain(
@@ -217,7 +222,7 @@ def scale_by_fp8_muon(
     require("preconditioning", preconditioning, Preconditioning)
     require_numbers(beta=beta, eps=eps)
     require("storage", storage, Storage | None)
-    require("mu_dtype", mu_dtype, type(None))
+    refuse_mu_dtype(mu_dtype)
     storage = storage or Storage()
     beta = in_fp32(beta)  # optax.inject_hyperparams casts it to the dtype of the parameters
 

@@ -91,6 +91,8 @@ def state_shardings(tx: optax.GradientTransformation, params: optax.Params) -> A
     """
     _require_named_shardings(params)
     named = jax.tree.leaves(optimized(params))
+    if not named:
+        raise ValueError("params has no leaves, and so no mesh that the state could be on.")
     traced, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
     leaves, structure = jax.tree.flatten(state)
     for i, (aval, index) in enumerate(

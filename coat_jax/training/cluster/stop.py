@@ -8,10 +8,10 @@ Ctrl-C interrupts at once, without saving. Python loses the KeyboardInterrupt if
 while it collects garbage: `is_requested` then raises it again.
 """
 
-import contextlib
 import os
 import signal
 from types import FrameType
+from typing import Self
 
 import jax
 from jax.experimental import multihost_utils
@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
-class Stop(contextlib.AbstractContextManager["Stop"]):
+class Stop:
     """Notices SIGTERM, SIGUSR1 and SIGHUP, and lets all processes stop at the same step.
 
     A run of one process remembers the signal. A run of several leaves it to JAX's preemption
@@ -33,6 +33,8 @@ class Stop(contextlib.AbstractContextManager["Stop"]):
         self._several = jax.process_count() > 1
         self._asked = self._interrupted = False
         self._calls = 0
+
+    def __enter__(self) -> Self:
         # Python must not take SIGTERM from the preemption service.
         caught = [number for number in SIGNALS if not self._several or number != signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
@@ -40,6 +42,7 @@ class Stop(contextlib.AbstractContextManager["Stop"]):
         self._before = {number: signal.signal(number, self._on_signal) for number in caught}
         if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
             self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._on_interrupt)
+        return self
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():

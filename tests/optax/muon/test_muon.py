@@ -402,10 +402,10 @@ def test_matrices_that_are_sharded_explicitly_are_updated_and_stay_sharded():
         ({"ns_steps": jnp.array(5)}, ValueError, r"ns_steps=int32\[\] must be a whole number"),
         ({"ns_dtype": jnp.float16}, ValueError, "ns_dtype=.*float16.* smaller range"),
         ({"learning_rate": None, "adam_learning_rate": 1e-3}, TypeError, "learning_rate=None"),
-        ({"adam_b1": 2}, ValueError, "b1=2 is outside its range, 0 <= b1 < 1"),
-        ({"adam_b2": jnp.cos}, TypeError, "b2=.* must be a number"),
-        ({"adam_eps_root": -1.0}, ValueError, "eps_root=-1.0"),
-        ({"adam_weight_decay": True}, TypeError, r"weight_decay=True .*or a schedule"),
+        ({"adam_b1": 2}, ValueError, "adam_b1=2 is outside its range, 0 <= adam_b1 < 1"),
+        ({"adam_b2": jnp.cos}, TypeError, "adam_b2=.* must be a number"),
+        ({"adam_eps_root": -1.0}, ValueError, "adam_eps_root=-1.0"),
+        ({"adam_weight_decay": True}, TypeError, r"adam_weight_decay=True .*or a schedule"),
     ],
 )
 def test_wrong_arguments_are_refused_when_it_is_made(arguments, error, words):

@@ -154,6 +154,8 @@ def test_the_state_is_sharded_as_its_parameters(which, shape, kind):
 def test_state_shardings_need_placed_parameters():
     with pytest.raises(ValueError, match=r"params\['cube'\] has no NamedSharding"):
         state_shardings(chain, draw(0))
+    with pytest.raises(ValueError, match=r"no leaves"):
+        state_shardings(chain, {})
 
 
 @pytest.mark.parametrize("kind", KINDS)
