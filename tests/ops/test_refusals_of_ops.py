@@ -88,10 +88,9 @@ VALUES = [
     (linear(X, W[None]), r"shape \(1, 13, 29\)\. A weight is"),
     (linear(X, [W, W[:12]]), r"13 columns.*\(12, 29\)"),
     (linear(X, W, precision="bf16", implementation="triton"), "this precision has fp8_linear=F"),
-    (linear(X, []), "linear needs at least one weight"),
     (linear(X, W, ones(13)), r"bias of shape \(13,\) for .* \(13, 29\): it should be \(29,\)"),
-    (linear(X, [W, W], ones(29)), "2 weights came with 1 biases. Give one per weight, None for"),
-    (linear(X, W, [ones(29)]), "One weight came with a list of 1 biases"),
+    (linear(X, [W, W], ones(29)), "linear takes one bias per weight, None for a layer without"),
+    (linear(X, [W, W], [None]), "linear takes one bias per weight"),
     (linear(X[0, 0, 0], W), "linear works on the last axis of its input, and a scalar has none"),
     (norm_linear(X, WIDE_NORM, W), r"13 columns and a norm .*\(14,\): it should be \(13,\)"),
     (norm_linear(X, ops.Norm(shift=ones(1, 13), kind="layer"), W), r"\(1, 13\): it should be"),
@@ -189,7 +188,6 @@ VALUES = [
 
 
 REAL = "computes with real floats, not with"
-OF_LABELS = "labels are whole numbers, not float32"
 NUMBER = "must be a Python number"
 TYPES = [
     (linear(INTEGERS, W), f"linear {REAL} int32"),
@@ -222,19 +220,15 @@ TYPES = [
         for call in (
             linear([[1.0]], W),
             linear(X, None),
+            linear(X, W, [ones(29)]),
             norm_qkv(x=None),
             attention(q=None),
-            attention(segments=[[0] * 5] * 2),
             rotate(None, PLACES, ops.Rotary()),
-            rotate(HEADS, [0] * 5, ops.Rotary()),
             embedding(None, LABELS),
-            embedding(W, [1, 2]),
             cross_entropy(hidden=None),
-            cross_entropy(labels=[[0] * 5] * 2),
             freeze(None),
             quantize(None),
             to_past(k=None),
-            to_past(visible=None),
             dot_general([[1.0]], W, ONE_AXIS),
             einsum("bd,df->bf", X[0], None),
             mlp(up=None),
@@ -253,8 +247,19 @@ TYPES = [
     (attention(scale=jax.device_put(ones(4))), f"scale=.* {NUMBER}"),
     (of_traced(attention, scale=0.1), f"scale=.* {NUMBER}"),
     (of_traced(cross_entropy, z_loss=0.1), f"z_loss=.* {NUMBER}"),
-    (cross_entropy(labels=LABELS.astype(np.float32)), OF_LABELS),
-    (embedding(W, np.float32(LABELS)), "whole numbers, not float32"),
+    # Tokens, and what else has one number or flag per token.
+    (cross_entropy(labels=LABELS.astype(np.float32)), "labels must be .* numbers, not float32"),
+    (cross_entropy(labels=[[0] * 5] * 2), "labels must be an array of whole numbers, not list"),
+    (embedding(W, np.float32(LABELS)), "tokens must be an array of whole numbers, not float32"),
+    (embedding(W, 1), "tokens must be an array of whole numbers, not int"),
+    *(
+        (call, r"type '<class '(list|NoneType)'>' is not a valid JAX type")
+        for call in (
+            attention(segments=[[0] * 5] * 2),
+            rotate(HEADS, [0] * 5, ops.Rotary()),
+            to_past(visible=None),
+        )
+    ),
 ]
 
 
