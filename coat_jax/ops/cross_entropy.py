@@ -124,7 +124,7 @@ def _backward(settings: _LossSettings, residuals: Any, gradient: Array) -> Any:
     w = _gather(weight.astype(hidden.dtype))
     vocabulary = weight.shape[-1]
     # Rows are summed in groups, none of which two devices share. Which devices hold which rows is
-    # not known while tracing: the first axis is split by its greatest common divisor with the mesh.
+    # not known while tracing, so the number of groups divides both the mesh and the first axis.
     mesh = automatic_mesh()
     groups = math.gcd(mesh.size, hidden.shape[0]) if mesh and hidden.ndim > 2 else 1
     rows = tuple(range(hidden.ndim - 1))
