@@ -32,7 +32,7 @@ def convert_layer(module: Any, precision: Precision) -> None:
 
 
 def formats_of(module: Any, precision: Precision) -> str:
-    """What a layer becomes, if there is a reason to change it."""
+    """Names what `convert_layer` makes of a layer."""
     if isinstance(module, nnx.Embed):
         return "coat.nn.Embed, whose gradient is summed in FP32"
     int8 = precision.int8_forward and not isinstance(module, NORMS)

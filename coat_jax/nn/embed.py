@@ -7,7 +7,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from coat_jax import ops
-from coat_jax.ops.checks import require_integers
 from coat_jax.ops.embedding import in_int32
 
 
@@ -22,8 +21,7 @@ class Embed(nnx.Embed):
         """The rows of `inputs`; numbers below 0 count from the end, as in Flax."""
         if out_sharding is not None:
             return super().__call__(inputs, out_sharding)
-        require_integers("The inputs of Embed", inputs)
-        inputs = in_int32(inputs)
+        inputs = in_int32("The inputs of Embed", inputs)
         if self.num_embeddings == 1:  # as in Flax, all numbers mean this row
             inputs = jnp.zeros_like(inputs)
         rows = ops.embedding(

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from coat_jax.errors import UserError
@@ -26,7 +25,7 @@ from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.rotary import join_heads
 from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs
 from coat_jax.ops import recording
-from coat_jax.ops.checks import require_array, require_number, require_real
+from coat_jax.ops.checks import require_number, require_real
 from coat_jax.ops.definition import SavedArray, define_op, restore, save_array
 from coat_jax.ops.projection import (
     Layers,
@@ -51,21 +50,12 @@ Backend = Literal["cudnn", "xla"]
 
 
 class AttentionSettings(NamedTuple):
-    """The kind of attention, how it is computed, and what it saves in FP8."""
+    """The kind of attention, and how it is computed."""
 
     causal: bool
     window: int | None
     scale: float
-    precision: Precision
     backend: Backend
-
-
-class SavedAttention(NamedTuple):
-    """The residuals of attention: its inputs, its output, and cuDNN's log-sum-exp."""
-
-    inputs: tuple[SavedArray, SavedArray, SavedArray]
-    output: SavedArray
-    log_sum_exp: Float[Array, "B N S"] | None
 
 
 def attention(
@@ -95,8 +85,8 @@ def attention(
             also `exact_forward` and `stochastic`.
         backend: "cudnn" or "xla"; None chooses cuDNN on a GPU for 16-bit arrays.
     """
-    settings = _settings(q, k, v, causal, window, segments, scale, precision, backend)
-    mode = Mode(settings.precision, "xla")
+    settings = _settings(q, k, v, causal, window, segments, scale, backend)
+    mode = Mode(precision_of(precision), "xla")
     return _attention(mode, (settings,), (q, k, v), segments, None)
 
 
@@ -124,9 +114,9 @@ def attention_linear(
         bias: of the output projection.
         implementation: of the projection: "xla", "triton", or None to choose by the device.
     """
-    settings = _settings(q, k, v, causal, window, segments, scale, precision, backend)
+    settings = _settings(q, k, v, causal, window, segments, scale, backend)
     layers = as_layers("attention_linear", q.shape[2] * q.shape[3], weight, bias)
-    mode = mode_of(settings.precision, implementation)
+    mode = mode_of(precision, implementation)
     return _attention_linear(mode, (settings,), (q, k, v), segments, layers)
 
 
@@ -138,7 +128,6 @@ def _settings(
     window: int | None,
     segments: Array | None,
     scale: float | None,
-    precision: Precision | str,
     backend: Backend | None,
 ) -> AttentionSettings:
     """The checked settings."""
@@ -150,10 +139,10 @@ def _settings(
         if window < 1 or not causal:
             raise ValueError(f"window={window} needs causal=True and at least one token.")
     if segments is not None:
-        require_array("segments", segments)
-        if segments.shape != q.shape[:2] or q.shape[1] != k.shape[1]:
+        shape = jax.typeof(segments).shape
+        if shape != q.shape[:2] or q.shape[1] != k.shape[1]:
             raise ValueError(
-                f"segments {segments.shape} must number the tokens of q {q.shape[:2]} and of k."
+                f"segments {shape} must number the tokens of q {q.shape[:2]} and of k."
             )
     if backend not in (None, "cudnn", "xla"):
         raise ValueError(f'backend={backend!r} must be None, "cudnn" or "xla".')
@@ -169,7 +158,7 @@ def _settings(
         scale = head_dim**-0.5
     else:
         require_number("scale", scale)
-    return AttentionSettings(causal, window, float(scale), precision_of(precision), backend)
+    return AttentionSettings(causal, window, float(scale), backend)
 
 
 def require_heads(name: str, q: Array, k: Array, v: Array) -> None:
@@ -183,59 +172,6 @@ def require_heads(name: str, q: Array, k: Array, v: Array) -> None:
             f"{name} takes q [B, S, N, H] and k, v [B, T, K, H], where K divides N and H is not 0, "
             f"not {q.shape}, {k.shape} and {v.shape}."
         )
-
-
-# --- What attention saves, and its gradients ---------------------------------------------------
-
-
-def save_attention(
-    settings: AttentionSettings, qkv: Sequence[Array], segments: Int[Array, "B S"] | None
-) -> tuple[Float[Array, "B S N H"], SavedAttention]:
-    """Returns o, and what is saved.
-
-    o is computed from the saved q, k and v, even with `Precision.exact_forward`: the backward pass
-    recomputes the softmax from these and from the log-sum-exp. With the log-sum-exp of unrounded
-    scores, the rows of that softmax would not add up to 1, and gradients would be worse.
-    """
-    block, dtype = settings.precision.attention_block, settings.precision.forward
-    query, key, value = (save_array(x, dtype, block) for x in qkv)
-    values = [restore(x, qkv[0].dtype, block) for x in (query, key, value)]
-    attend = _attention_of(settings, segments)
-    log_sum_exp = None
-    if settings.backend == "cudnn":
-        o, pull = jax.vjp(attend, *values)
-        _, at = _pullback_indices(attend, values)
-        log_sum_exp = None if at is None else jax.tree.leaves(pull)[at]
-    else:
-        o = attend(*values)
-    stochastic = settings.precision.saves_stochastically
-    output = save_array(o, dtype, block, stochastic=stochastic)
-    return o, SavedAttention((query, key, value), output, log_sum_exp)
-
-
-def recompute_attention(
-    settings: AttentionSettings,
-    saved: SavedAttention,
-    segments: Int[Array, "B S"] | None,
-    dtype: DTypeLike,
-) -> tuple[Float[Array, "B S N H"], Callable[[Array], Any]]:
-    """The saved o, and the function from its gradient to the gradients of q, k and v."""
-    block = settings.precision.attention_block
-    values = [restore(x, dtype, block) for x in saved.inputs]
-    o = restore(saved.output, dtype, block)
-    attend = _attention_of(settings, segments)
-    _, pull = jax.vjp(attend, *values)
-    if saved.log_sum_exp is not None:
-        # The saved o and log-sum-exp replace those in the pullback. Nothing else then needs the
-        # forward pass that this function traced, so XLA removes it.
-        leaves, structure = jax.tree.flatten(pull)
-        for index, array in zip(
-            _pullback_indices(attend, values), (o, saved.log_sum_exp), strict=True
-        ):
-            if index is not None:
-                leaves[index] = array
-        pull = jax.tree.unflatten(structure, leaves)
-    return o, pull
 
 
 def _attention_of(settings: AttentionSettings, segments: Array | None) -> Callable[..., Array]:
@@ -311,12 +247,6 @@ def _pullback_indices(
     return leaves.index(o) if o in leaves else None, shapes.index(row) if row in shapes else None
 
 
-def _in_blocks(mode: Mode, tensors: Sequence[Array], saved: SavedAttention) -> Probe:
-    """The statistics of q, k, v and o in telemetry."""
-    size, dtype = mode.precision.attention_block, mode.precision.forward
-    return recording.blocks(BLOCKS, tensors, (*saved.inputs, saved.output), size, dtype)
-
-
 def _forward(
     mode: Mode,
     settings: AttentionSettings,
@@ -324,34 +254,63 @@ def _forward(
     segments: Array | None,
     layers: Layers | None,
 ) -> Any:
-    dtype = qkv[0].dtype
-    output, saved = save_attention(settings, qkv, segments)
-    in_blocks = partial(_in_blocks, mode, (*qkv, output), saved)
+    dtype, precision = qkv[0].dtype, mode.precision
+    block, fmt = precision.attention_block, precision.forward
+    # o is computed from the saved q, k and v, even with `Precision.exact_forward`: the backward
+    # pass recomputes the softmax from these and from the log-sum-exp. With the log-sum-exp of
+    # unrounded scores, the rows of that softmax would not add up to 1.
+    inputs = tuple(save_array(x, fmt, block) for x in qkv)
+    values = [restore(x, dtype, block) for x in inputs]
+    attend = _attention_of(settings, segments)
+    log_sum_exp = None
+    if settings.backend == "cudnn":
+        o, pull = jax.vjp(attend, *values)
+        _, at = _pullback_indices(attend, values)
+        log_sum_exp = None if at is None else jax.tree.leaves(pull)[at]
+    else:
+        o = attend(*values)
+    output = save_array(o, fmt, block, stochastic=precision.saves_stochastically)
+    in_blocks = partial(recording.blocks, BLOCKS, (*qkv, o), (*inputs, output), block, fmt)
+    saved = inputs, output, log_sum_exp
     if layers is None:
-        return output, (saved, None, segments, None, ()), in_blocks
-    used = output if mode.precision.exact_forward else saved.output
-    o = join_heads(restore(used, dtype, mode.precision.attention_block))
-    n = quantize_input(o, dtype, mode)
+        return o, (*saved, None, segments, None, ()), in_blocks
+    used = join_heads(restore(o if precision.exact_forward else output, dtype, block))
+    n = quantize_input(used, dtype, mode)
     scale = fp8_scale(n, mode)
     (y,), scales, _ = project(n, layers, dtype, mode)
 
     def record() -> Probe:
-        return recording.products("out/input", o, scale, layers, scales, mode) | in_blocks()
+        products = recording.products("out/input", used, scale, layers, scales, mode)
+        return products | in_blocks()
 
-    return y, (saved, scale, segments, layers, scales), record
+    return y, (*saved, scale, segments, layers, scales), record
 
 
 def _backward(
     mode: Mode,
     settings: AttentionSettings,
-    saved: SavedAttention,
+    inputs: tuple[SavedArray, ...],
+    output: SavedArray,
+    log_sum_exp: Array | None,
     scale: Array | None,
     segments: Array | None,
     layers: Layers | None,
     scales: Scales,
     dy: Array,
 ) -> Any:
-    o, pull = recompute_attention(settings, saved, segments, dy.dtype)
+    block = mode.precision.attention_block
+    values = [restore(x, dy.dtype, block) for x in inputs]
+    o = restore(output, dy.dtype, block)
+    attend = _attention_of(settings, segments)
+    _, pull = jax.vjp(attend, *values)
+    if log_sum_exp is not None:
+        # The saved o and log-sum-exp replace those in the pullback. Nothing else then needs the
+        # forward pass that this function traced, so XLA removes it.
+        leaves, structure = jax.tree.flatten(pull)
+        for index, array in zip(_pullback_indices(attend, values), (o, log_sum_exp), strict=True):
+            if index is not None:
+                leaves[index] = array
+        pull = jax.tree.unflatten(structure, leaves)
     if layers is None:
         return (pull(dy), None, None), dict
     n = recompute_input(join_heads(o), scale, dy.dtype, mode)

@@ -6,10 +6,10 @@ Keys and values of all slots have been computed before. This is for generation: 
 per head is small, so nothing is fused, and without a backward pass nothing is saved.
 """
 
+import jax
 from jaxtyping import Array, Bool, Float
 
 from coat_jax.ops.attention import dot_product_attention, require_heads
-from coat_jax.ops.checks import require_array
 
 
 def attention_to_past(
@@ -30,11 +30,11 @@ def attention_to_past(
         scale: of the scores, 1 / sqrt(H) by default.
     """
     require_heads("attention_to_past", q, keys, values)
-    require_array("attention_to_past", visible)
-    if q.shape[1] != 1 or visible.shape != keys.shape[:2]:
+    slots = jax.typeof(visible).shape
+    if q.shape[1] != 1 or slots != keys.shape[:2]:
         raise ValueError(
             "attention_to_past takes q [B, 1, N, H] and visible [B, T] for keys [B, T, K, H], not "
-            f"{q.shape}, {visible.shape} and {keys.shape}."
+            f"{q.shape}, {slots} and {keys.shape}."
         )
     mask = visible[:, None, None, :]
     return dot_product_attention(q, keys, values, mask=mask, scale=scale, implementation="xla")

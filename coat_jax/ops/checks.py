@@ -10,16 +10,10 @@ from jaxtyping import Array
 from coat_jax.kernels.norm import Norm
 
 
-def require_columns(name: str, x: Array) -> None:
-    """Raises unless `x` is an array of real floats with a last axis to work on."""
-    require_real(name, x)
-    if x.ndim == 0:
-        raise ValueError(f"{name} works on the last axis of its input, and a scalar has none.")
-
-
-def require_real(name: str, array: Array) -> None:
-    """Raises unless this is an array with a real dtype of 16 bits or more."""
-    require_array(name, array)
+def require_real(name: str, array: Array, *, least_rank: int = 0) -> None:
+    """Raises unless this is an array with a real dtype of 16 bits or more, and of this rank."""
+    if not hasattr(array, "dtype"):
+        raise TypeError(f"{name} takes arrays, not {type(array).__name__}.")
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"{name} computes with real floats, not with {array.dtype.name}.")
     if array.dtype.itemsize == 1:
@@ -27,19 +21,8 @@ def require_real(name: str, array: Array) -> None:
             f"{name} rounds to FP8 itself, with a scale that it computes, and got "
             f"{array.dtype.name}: the result would be in FP8, too. Pass BF16 or FP32."
         )
-
-
-def require_array(name: str, value: Any) -> None:
-    """Raises unless a value is an array; JAX takes no lists for arrays, either."""
-    if not hasattr(value, "dtype"):
-        raise TypeError(f"{name} takes arrays, not {type(value).__name__}.")
-
-
-def require_integers(name: str, array: Array) -> None:
-    """Raises unless this is an array of whole numbers."""
-    require_array(name, array)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"{name} are whole numbers, not {array.dtype.name}.")
+    if array.ndim < least_rank:
+        raise ValueError(f"{name} works on the last axis of its input, and a scalar has none.")
 
 
 def require_number(name: str, value: Any) -> None:

@@ -13,7 +13,6 @@ Each device sums the gradient of w over its own rows, and the sums are reduced a
 """
 
 import math
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from coat_jax.numerics.explicit_axes import shard_inside
 from coat_jax.numerics.mesh_axes import automatic_mesh
-from coat_jax.ops.checks import require_columns, require_integers, require_number
+from coat_jax.ops.checks import require_number, require_real
 from coat_jax.ops.embedding import in_int32
 from coat_jax.ops.projection import as_layers
 
@@ -68,9 +67,9 @@ def cross_entropy_sum(
     label_smoothing: float = 0.0,
 ) -> Float[Array, ""]:
     """The sum of the losses that `cross_entropy` takes the mean of; see there."""
-    require_columns("cross_entropy", hidden)
+    require_real("cross_entropy", hidden, least_rank=1)
     as_layers("cross_entropy", hidden.shape[-1], (weight,), None)
-    require_integers("labels", labels)
+    labels = in_int32("labels", labels)
     if hidden.ndim < 2 or labels.shape != hidden.shape[:-1]:
         raise ValueError(
             f"labels {labels.shape} must be one per row of hidden {hidden.shape[:-1]}, which needs "
@@ -87,7 +86,7 @@ def cross_entropy_sum(
     chunk = max(min(chunk, hidden.shape[-2]), 1)
     settings = _LossSettings(chunk, float(z_loss), float(label_smoothing))
     op = partial(_sum_of_losses, settings)
-    return shard_inside(op, PartitionSpec, hidden, weight, in_int32(labels))
+    return shard_inside(op, PartitionSpec, hidden, weight, labels)
 
 
 class _LossSettings(NamedTuple):
@@ -106,7 +105,7 @@ def _forward(settings: _LossSettings, hidden: Array, weight: Array, labels: Arra
 
     def one(total: Array, part: tuple[Array, Array]) -> tuple[Array, Array]:
         h, y = part
-        logits = _logits(h, w)
+        logits = _dot_in_fp32(h, w, 1)
         lse = jax.nn.logsumexp(logits, axis=-1)
         label = jnp.take_along_axis(logits, jnp.maximum(y, 0)[..., None], axis=-1)[..., 0]
         s = settings.smoothing
@@ -124,25 +123,33 @@ def _backward(settings: _LossSettings, residuals: Any, gradient: Array) -> Any:
     hidden, weight, labels, lse = residuals
     w = _gather(weight.astype(hidden.dtype))
     vocabulary = weight.shape[-1]
-    groups = _groups_of_rows(hidden)
+    # Rows are summed in groups, none of which two devices share. Which devices hold which rows is
+    # not known while tracing, so the number of groups divides both the mesh and the first axis.
+    mesh = automatic_mesh()
+    groups = math.gcd(mesh.size, hidden.shape[0]) if mesh and hidden.ndim > 2 else 1
+    rows = tuple(range(hidden.ndim - 1))
+    sum_products = jax.vmap(partial(_dot_in_fp32, axes=(rows, rows)))
 
     def one(dw: Array, part: tuple[Array, Array, Array]) -> tuple[Array, Array]:
         h, y, lse = part
-        probability = jnp.exp(_logits(h, w) - lse[..., None])
+        probability = jnp.exp(_dot_in_fp32(h, w, 1) - lse[..., None])
         s = settings.smoothing
         d_logits = probability * (1 + 2 * settings.z_loss * lse[..., None])
         wanted = jax.nn.one_hot(y, vocabulary, dtype=jnp.float32)
         d_logits = d_logits - (1 - s) * wanted - s / vocabulary
         d_logits = jnp.where(y[..., None] >= 0, d_logits * gradient, 0.0).astype(h.dtype)
         dh = lax.dot_general(d_logits, w, (((h.ndim - 1,), (1,)), ((), ())))
-        return dw + jax.vmap(_outer_product)(groups(h), groups(d_logits)), dh
+        in_groups = (x.reshape(groups, x.shape[0] // groups, *x.shape[1:]) for x in (h, d_logits))
+        return dw + sum_products(*in_groups), dh
 
     parts = _chunks(hidden, settings.chunk, -2, 0), _chunks(labels, settings.chunk, -1, IGNORED)
-    dw = jnp.zeros((groups(hidden).shape[0], *weight.shape), jnp.float32)
+    dw = jnp.zeros((groups, *weight.shape), jnp.float32)
     dw, dh = lax.scan(one, dw, (*parts, lse))
     # In the weight's dtype, so that devices exchange no more bytes than the weight has.
     dw = lax.reduce(dw.astype(weight.dtype), jnp.zeros([], weight.dtype), lax.add, (0,))
-    return _join(dh, hidden.shape), dw, None
+    dh = jnp.moveaxis(dh, 0, -3)
+    dh = dh.reshape(*hidden.shape[:-2], math.prod(dh.shape[-3:-1]), hidden.shape[-1])
+    return dh[..., : hidden.shape[-2], :], dw, None  # without padding
 
 
 _sum_of_losses.defvjp(_forward, _backward)
@@ -155,37 +162,15 @@ def _gather(w: Float[Array, "D V"]) -> Float[Array, "D V"]:
     return lax.with_sharding_constraint(w, PartitionSpec(None, PartitionSpec.UNCONSTRAINED))
 
 
-def _groups_of_rows(hidden: Float[Array, "*B S D"]) -> Callable[[Array], Array]:
-    """Splits the first axis of a batch into groups, none of which two devices share.
+def _dot_in_fp32(a: Array, b: Array, axes: Any) -> Array:
+    """`jnp.tensordot` of arrays in their own dtypes, with sums and result in FP32."""
+    dot = partial(jnp.tensordot, axes=axes, preferred_element_type=jnp.float32)
 
-    Which devices hold which rows is not known while tracing, so the number of groups is the
-    greatest common divisor of the number of devices and the size of the first axis.
-    """
-    mesh = automatic_mesh()
-    groups = math.gcd(mesh.size, hidden.shape[0]) if mesh and hidden.ndim > 2 else 1
-    return lambda x: x.reshape(groups, x.shape[0] // groups, *x.shape[1:])
-
-
-def _outer_product(h: Float[Array, "*R D"], g: Float[Array, "*R V"]) -> Float[Array, "D V"]:
-    rows = tuple(range(h.ndim - 1))
-    return _dot_in_fp32(h, g, (rows, rows))
-
-
-def _logits(h: Float[Array, "*B C D"], w: Float[Array, "D V"]) -> Float[Array, "*B C V"]:
-    return _dot_in_fp32(h, w, ((h.ndim - 1,), (0,)))
-
-
-def _dot_in_fp32(a: Array, b: Array, summed: tuple[Sequence[int], Sequence[int]]) -> Array:
-    """A product of arrays in their own dtypes, with sums and result in FP32."""
-
-    def dot(a: Array, b: Array) -> Array:
-        return lax.dot_general(a, b, (summed, ((), ())), preferred_element_type=jnp.float32)
-
-    def dot_of_fp32(a: Array, b: Array) -> Array:
+    def in_fp32(a: Array, b: Array) -> Array:
         return dot(a.astype(jnp.float32), b.astype(jnp.float32))
 
     # XLA's CPU backend compiles BF16 products in some layouts that it then cannot run.
-    return lax.platform_dependent(a, b, cpu=dot_of_fp32, default=dot)
+    return lax.platform_dependent(a, b, cpu=in_fp32, default=dot)
 
 
 def _chunks(x: Array, chunk: int, axis: int, fill: int) -> Array:
@@ -197,10 +182,3 @@ def _chunks(x: Array, chunk: int, axis: int, fill: int) -> Array:
         x = jnp.pad(x, padding, constant_values=fill)
     shape = (*x.shape[:axis], x.shape[axis] // chunk, chunk, *x.shape[axis + 1 :])
     return jnp.moveaxis(x.reshape(shape), axis, 0)
-
-
-def _join(parts: Array, shape: tuple[int, ...]) -> Array:
-    """Undoes `_chunks` of an array whose sequence axis is the last but one."""
-    joined = jnp.moveaxis(parts, 0, -3)
-    joined = joined.reshape(*shape[:-2], math.prod(joined.shape[-3:-1]), shape[-1])
-    return joined[..., : shape[-2], :]

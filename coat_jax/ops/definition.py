@@ -84,8 +84,8 @@ def define_op(
             names = tuple(map(str, range(count))) if count > 1 else ("",)
         return probes.probe(name, tensors(mode), names, ("weight", "gradient"))
 
-    def run(mode: Mode, static: Static, *arrays: Any) -> Any:
-        return save(mode, static, *arrays)[0]
+    def run(mode: Mode, static: Static, *arrays_and_probe: Any) -> Any:
+        return forward(mode, *static, *arrays_and_probe[:-1])[0]
 
     def save(mode: Mode, static: Static, *arrays_and_probe: Any) -> tuple[Any, tuple[Any, ...]]:
         *arrays, probe = arrays_and_probe
@@ -146,26 +146,19 @@ def like_first(x: Array, *_: Any) -> PartitionSpec:
     return merge_specs(*explicit_spec(x))
 
 
-@jax.custom_jvp
-def batch_alike(*outputs: Array) -> tuple[Array, ...]:
-    """Returns the outputs of a forward pass; under vmap, if one is batched, all are."""
-    return _batch_alike(*outputs)
-
-
-@batch_alike.defjvp
-def _tangents(
-    primals: tuple[Array, ...], tangents: tuple[Array, ...]
-) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    return batch_alike(*primals), tangents
-
-
 @custom_vmap
-def _batch_alike(*outputs: Array) -> tuple[Array, ...]:
+def _outputs(*outputs: Array) -> tuple[Array, ...]:
+    """Returns the outputs of a forward pass; under vmap, if one is batched, all are."""
     return outputs
 
 
-@_batch_alike.def_vmap
-def _with_batch(
+# A custom_vmap has no derivative of its own.
+batch_alike = jax.custom_jvp(_outputs)
+batch_alike.defjvp(lambda primals, tangents: (batch_alike(*primals), tangents))
+
+
+@_outputs.def_vmap
+def _broadcast(
     size: int, batched: tuple[bool, ...], *outputs: Array
 ) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
     whole = tuple(

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs, shard_inside
-from coat_jax.ops.checks import require_integers, require_real
+from coat_jax.ops.checks import require_real
 
 
 def embedding(table: Float[Array, "V D"], tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
@@ -24,8 +24,7 @@ def embedding(table: Float[Array, "V D"], tokens: Int[Array, "..."]) -> Float[Ar
     require_real("embedding", table)
     if table.ndim != 2 or not table.shape[0]:
         raise ValueError(f"embedding takes a table [V, D] of at least one row, not {table.shape}.")
-    require_integers("tokens", tokens)
-    table, tokens = jnp.asarray(table), in_int32(tokens)
+    table, tokens = jnp.asarray(table), in_int32("tokens", tokens)
     return shard_inside(
         _embedding,
         lambda: merge_specs(*explicit_spec(tokens), explicit_spec(table)[1]),
@@ -34,11 +33,14 @@ def embedding(table: Float[Array, "V D"], tokens: Int[Array, "..."]) -> Float[Ar
     )
 
 
-def in_int32(tokens: Int[Array, "..."]) -> Int[Array, "..."]:
+def in_int32(name: str, tokens: Int[Array, "..."]) -> Int[Array, "..."]:
     """Tokens in a dtype that can hold -100 and any V; larger numbers become the largest one.
 
     JAX would truncate 64-bit NumPy arrays to 32 bits, and turn token 2^32 + 1 into token 1.
     """
+    if not hasattr(tokens, "dtype") or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        given = getattr(tokens, "dtype", type(tokens).__name__)
+        raise TypeError(f"{name} must be an array of whole numbers, not {given}.")
     if tokens.dtype == jnp.int32:
         return jnp.asarray(tokens)
     own, limits = np.iinfo(tokens.dtype), np.iinfo(np.int32)

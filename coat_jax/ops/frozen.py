@@ -23,7 +23,7 @@ from coat_jax.kernels.gemm import Operand
 from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs, shard_inside
 from coat_jax.numerics.formats import format_of
 from coat_jax.numerics.minifloat import Minifloat
-from coat_jax.ops.checks import require_columns, require_real
+from coat_jax.ops.checks import require_real
 from coat_jax.ops.definition import batch_alike, define_op
 from coat_jax.ops.projection import (
     Layers,
@@ -86,7 +86,7 @@ def adapted_linear(
         precision: a `coat.Precision` with fp8_linear and without int8_forward, or its name.
         implementation: "xla", "triton", or None to choose by the device.
     """
-    require_columns("adapted_linear", x)
+    require_real("adapted_linear", x, least_rank=1)
     x = jnp.asarray(x)  # NumPy's FP64 becomes FP32
     if not isinstance(weight, Frozen):
         raise TypeError(

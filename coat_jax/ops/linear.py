@@ -14,12 +14,13 @@ from typing import Any
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from coat_jax.kernels import gemm
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.norm import Norm
 from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs
 from coat_jax.ops import recording
-from coat_jax.ops.checks import require_columns, require_norm
+from coat_jax.ops.checks import require_norm, require_real
 from coat_jax.ops.definition import batch_alike, define_op
 from coat_jax.ops.norm import SavedNorm, norm_gradient, recompute_norm, save_norm
 from coat_jax.ops.projection import (
@@ -28,13 +29,13 @@ from coat_jax.ops.projection import (
     Outputs,
     Scales,
     as_layers,
+    fp8_scale,
     gradient_operand,
     input_gradient,
     mode_of,
     parameter_gradients,
     project,
     quantize_input,
-    residual_of,
 )
 from coat_jax.precision import COAT, Precision
 
@@ -56,7 +57,7 @@ def linear(
         precision: see `coat.Precision`.
         implementation: "xla", "triton", or None to choose by the device.
     """
-    require_columns("linear", x)
+    require_real("linear", x, least_rank=1)
     layers = as_layers("linear", x.shape[-1], weights, biases)
     outputs = _linear(mode_of(precision, implementation), (), x, layers)
     return outputs if isinstance(weights, Sequence) else outputs[0]
@@ -81,7 +82,7 @@ def norm_linear(
         precision: see `coat.Precision`.
         implementation: "xla", "triton", or None to choose by the device.
     """
-    require_columns("norm_linear", x)
+    require_real("norm_linear", x, least_rank=1)
     require_norm("norm_linear", x.shape[-1], norm)
     layers = as_layers("norm_linear", x.shape[-1], weights, biases)
     outputs = _norm_linear(mode_of(precision, implementation), (), x, layers, norm)
@@ -100,8 +101,11 @@ def _specs(x: Array, layers: Layers, *_: Norm) -> tuple[PartitionSpec, ...]:
 def _linear_forward(mode: Mode, x: Array, layers: Layers) -> Any:
     n = quantize_input(x, x.dtype, mode)
     outputs, scales, _ = project(n, layers, x.dtype, mode)
-    saved = residual_of(x, n, mode)
-    record = partial(recording.products, "input", x, saved.scale, layers, scales, mode)
+    saved, scale = n, fp8_scale(n, mode)
+    if not isinstance(saved, Operand):  # the backward pass takes FP8
+        assert scale is not None
+        saved = gemm.scaled(x, scale, mode.precision.forward, "straight", mode.implementation)
+    record = partial(recording.products, "input", x, scale, layers, scales, mode)
     return batch_alike(*outputs), (saved, layers, scales), record
 
 

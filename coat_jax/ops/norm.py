@@ -34,7 +34,7 @@ from coat_jax.kernels.norm import (
 from coat_jax.numerics.blocks import Blocks
 from coat_jax.numerics.formats import format_of
 from coat_jax.ops import recording
-from coat_jax.ops.checks import require_columns, require_norm
+from coat_jax.ops.checks import require_norm, require_real
 from coat_jax.ops.definition import SavedArray, define_op, like_first, restore, save_inputs
 from coat_jax.ops.projection import Input, Mode, fp8_scale, recompute_input
 from coat_jax.precision import COAT, Precision, precision_of
@@ -50,7 +50,7 @@ def norm(
         norm: its parameters, and how it is computed.
         precision: only its `block`, `forward`, `exact_forward` and `stochastic` matter here.
     """
-    require_columns("norm", x)
+    require_real("norm", x, least_rank=1)
     require_norm("norm", x.shape[-1], norm)
     return _norm(Mode(precision_of(precision), "xla"), (), x, norm)
 

@@ -10,9 +10,8 @@ cost a byte a parameter. It also rounds each input that it recomputes from saved
 `Precision.int8_forward` only y is computed from INT8 codes: the backward pass is the same.
 """
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -51,11 +50,6 @@ class Mode(NamedTuple):
     def format(self) -> DTypeLike | None:
         """The FP8 format of inputs and weights; None if they are not rounded."""
         return self.precision.forward if self.precision.fp8_linear else None
-
-    @property
-    def gradient_format(self) -> DTypeLike | None:
-        """The FP8 format of gradients; None if they are not rounded."""
-        return self.precision.backward if self.precision.fp8_linear else None
 
     def stream(self, operands: NoiseStream) -> NoiseStream | None:
         """The random bits for operands of the backward pass; None if it rounds to nearest."""
@@ -105,16 +99,6 @@ def quantize_input(x: Float[Array, "*rows K"], dtype: DTypeLike, mode: Mode) -> 
     return as_operand(x, dtype, mode)
 
 
-def residual_of(x: Float[Array, "*rows K"], n: Input, mode: Mode) -> Operand:
-    """Returns the residual of an input: `n`, or the input's FP8 rounding if `n` is INT8."""
-    if isinstance(n, Operand):
-        return n
-    scale = fp8_scale(n, mode)
-    assert scale is not None
-    assert mode.format is not None
-    return gemm.scaled(x, scale, mode.format, "straight", mode.implementation)
-
-
 def fp8_scale(n: Input, mode: Mode) -> Float[Array, ""] | None:
     """The scale with which the backward pass rounds an input, or a weight, to FP8."""
     if isinstance(n, Operand):
@@ -135,8 +119,9 @@ def recompute_input(
 
 def gradient_operand(dy: Float[Array, "*rows N"], mode: Mode) -> Operand:
     """A gradient as the operand of both products that need it."""
+    dtype = None if mode.format is None else mode.precision.backward
     stream = mode.stream("gradients")
-    return gemm.operand(dy, mode.gradient_format, "both", mode.implementation, stream=stream)
+    return gemm.operand(dy, dtype, "both", mode.implementation, stream=stream)
 
 
 def project(
@@ -165,17 +150,16 @@ def input_gradient(
     layers: Layers, scales: Scales, gradients: Sequence[Operand], dtype: DTypeLike, mode: Mode
 ) -> Float[Array, "*rows K"]:
     """The gradient of the shared input. On a GPU each GEMM adds the result of the previous one."""
-
-    def share(weight: Array, scale: Array | None, g: Operand) -> Array:
+    dn: Array | None = None
+    for weight, scale, g in zip(layers.weights, scales, gradients, strict=True):
         if scale is None or mode.format is None:
             w = Operand(weight.astype(dtype), None, None)
         else:
             w = gemm.scaled(weight, scale, mode.format, "straight", mode.implementation)
-        return gemm.product_transposed(g, w, dtype)
-
-    shares = map(share, layers.weights, scales, gradients)
-    # XLA fuses the sum into the GEMM on its left-hand side.
-    return functools.reduce(lambda sum_, new: new + sum_, shares)
+        share = gemm.product_transposed(g, w, dtype)
+        dn = share if dn is None else share + dn  # XLA fuses the sum into the GEMM on its left
+    assert dn is not None
+    return dn
 
 
 def bounded_input_gradient(
@@ -238,35 +222,26 @@ def as_layers(
     biases: Array | Sequence[Array | None] | None,
 ) -> Layers:
     """One layer or several, checked: each weight is [columns, N] and each bias [N]."""
+    given: Any = biases
     if not isinstance(weights, Sequence):
-        if isinstance(biases, Sequence):
-            raise ValueError(
-                f"One weight came with a {type(biases).__name__} of {len(biases)} biases. Give one "
-                "bias, or put the weight into a list, too."
-            )
-        weights, biases = (weights,), (biases,)
-    if biases is None:
-        biases = (None,) * len(weights)
-    if not isinstance(biases, Sequence) or len(biases) != len(weights):
-        given = len(biases) if isinstance(biases, Sequence) else 1
-        raise ValueError(
-            f"{len(weights)} weights came with {given} biases. Give one per weight, None for a "
-            "layer without one."
-        )
-    if not weights:
-        raise ValueError(f"{name} needs at least one weight.")
-    for weight, bias in zip(weights, biases, strict=True):
+        weights, given = (weights,), (biases,)
+    elif biases is None:
+        given = (None,) * len(weights)
+    if not isinstance(given, Sequence) or len(given) != len(weights):
+        raise ValueError(f"{name} takes one bias per weight, None for a layer without one.")
+    for weight, bias in zip(weights, given, strict=True):
         require_real(name, weight)
-        if bias is not None:
-            require_real(name, bias)
         if weight.ndim != 2 or weight.shape[0] != columns:
             raise ValueError(
                 f"{name} got an input with {columns} columns and a weight of shape "
                 f"{weight.shape}. A weight is [{columns}, N]: inputs times outputs."
             )
-        if bias is not None and bias.shape != weight.shape[1:]:
+        if bias is None:
+            continue
+        require_real(name, bias)
+        if bias.shape != weight.shape[1:]:
             raise ValueError(
                 f"{name} got a bias of shape {bias.shape} for a weight of shape {weight.shape}: "
                 f"it should be {weight.shape[1:]}."
             )
-    return Layers(tuple(weights), tuple(biases))
+    return Layers(tuple(weights), tuple(given))

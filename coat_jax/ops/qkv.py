@@ -140,7 +140,10 @@ def _backward(
     back = (angles, angles, None)  # v is not rotated
 
     def unrotated() -> list[Array]:
-        return [join_heads(_rotate_back(dy, a)) for dy, a in zip(heads, back, strict=True)]
+        return [
+            join_heads(dy if a is None else rotary_backward(dy, *a))
+            for dy, a in zip(heads, back, strict=True)
+        ]
 
     n = recompute_norm(saved, mode, residual.dtype)
     g = [_operand(dy, a, mode) for dy, a in zip(heads, back, strict=True)]
@@ -163,16 +166,13 @@ _norm_qkv = define_op(
 
 def _operand(dy: Heads, angles: tuple[Array, Array] | None, mode: Mode) -> Operand:
     """The gradient of heads before their rotation, as an operand of products."""
-    dtype, stream = mode.gradient_format, mode.stream("gradients")
-    if angles is None or dtype is None:
-        return gradient_operand(join_heads(_rotate_back(dy, angles)), mode)
+    if angles is None or mode.format is None:
+        unrotated = dy if angles is None else rotary_backward(dy, *angles)
+        return gradient_operand(join_heads(unrotated), mode)
+    dtype, stream = mode.precision.backward, mode.stream("gradients")
     scale = gemm.tensor_scale(GROWTH * gemm.largest_magnitude(dy), dtype)
     if mode.implementation == "triton" and supports_head_dim(dy.shape[-1]):
         codes = rotary_backward_cast(dy, *angles, scale, dtype, stream=stream)
         return Operand(*codes, scale)
-    rotated = join_heads(_rotate_back(dy, angles))
+    rotated = join_heads(rotary_backward(dy, *angles))
     return gemm.scaled(rotated, scale, dtype, "both", mode.implementation, stream=stream)
-
-
-def _rotate_back(dy: Heads, angles: tuple[Array, Array] | None) -> Heads:
-    return dy if angles is None else rotary_backward(dy, *angles)

@@ -29,7 +29,7 @@ from coat_jax.kernels import gemm
 from coat_jax.numerics import eight_bits
 from coat_jax.numerics.eight_bits import EightBits
 from coat_jax.numerics.quantizer import Fit
-from coat_jax.ops.checks import require_columns, require_real
+from coat_jax.ops.checks import require_real
 
 Activations = Literal["none", "static", "dynamic"]
 
@@ -101,7 +101,7 @@ def quantized_linear(
         >>> coat.ops.quantized_linear(jnp.ones((8, 64)), weight).shape
         (8, 64)
     """
-    require_columns("quantized_linear", x)
+    require_real("quantized_linear", x, least_rank=1)
     x = jnp.asarray(x)  # NumPy's FP64 becomes FP32
     require_quantized("quantized_linear", weight, activations)
     name = eight_bits.format_of_codes(weight.codes.dtype)

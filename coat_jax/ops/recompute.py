@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from coat_jax import probes
 from coat_jax.numerics.formats import E4M3
 from coat_jax.ops import recording
-from coat_jax.ops.checks import require_columns
+from coat_jax.ops.checks import require_real
 from coat_jax.ops.definition import SavedArray, batch_alike, define_op, restore, save_array
 from coat_jax.ops.projection import Mode
 from coat_jax.precision import Block, Precision
@@ -70,7 +70,7 @@ def recompute(
     again = define_op("recompute", forward, backward, blocks=("saved",))
 
     def run(x: Float[Array, "*rows D"], *rest: Any) -> Any:
-        require_columns("recompute", x)
+        require_real("recompute", x, least_rank=1)
         return again(mode, (x.dtype,), x, *rest)
 
     return run

@@ -65,17 +65,15 @@ def products(
         of_weights = {name: statistics.of_int8(w.T, squares) for name, w in named.items()}
         return {tensor: statistics.of_int8(values, columns), **of_weights}
     operands = zip((tensor, *named), (values, *weights), (scale, *scales), strict=True)
-    return _of_tensors(operands, mode.format)
+    return _of_tensors(operands, mode.precision.forward)
 
 
 def _of_tensors(
-    named: Iterable[tuple[str, Array, Float[Array, ""] | None]], dtype: DTypeLike | None
+    named: Iterable[tuple[str, Array, Float[Array, ""] | None]], dtype: DTypeLike
 ) -> Probe:
     """The statistics of tensors that are rounded to FP8 with one scale, by their names."""
     return {
-        name: statistics.of_tensor(x, scale, dtype)
-        for name, x, scale in named
-        if scale is not None and dtype is not None
+        name: statistics.of_tensor(x, scale, dtype) for name, x, scale in named if scale is not None
     }
 
 
@@ -120,4 +118,4 @@ def gradients(
         (f"gradient/{i}", dy, g.scale)
         for i, (dy, g) in enumerate(zip(tensors, operands, strict=True))
     )
-    return _of_tensors(named, mode.gradient_format)
+    return _of_tensors(named, mode.precision.backward)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from coat_jax.errors import UserError
 from coat_jax.kernels.rotary import rotary_backward, rotary_forward
-from coat_jax.ops.checks import require_array, require_real
+from coat_jax.ops.checks import require_real
 from coat_jax.validation import Between, Count, require_fields
 
 Theta = Annotated[float, Between(least=1, most=1e12)]
@@ -41,6 +41,19 @@ class Llama3Scaling:
                 f"high_freq_factor={self.high_freq_factor}, as in 1 and 4."
             )
 
+    def scale(self, frequencies: Float[Array, " P"]) -> Float[Array, " P"]:
+        """Divides frequencies by `factor`; high ones not, those between gradually less."""
+        wavelength = 2 * math.pi / frequencies
+        low, high = (
+            self.original_context / f for f in (self.low_freq_factor, self.high_freq_factor)
+        )
+        smooth = (self.original_context / wavelength - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
+        between = (1 - smooth) * frequencies / self.factor + smooth * frequencies
+        scaled = jnp.where(wavelength > low, frequencies / self.factor, between)
+        return jnp.where(wavelength < high, frequencies, scaled)
+
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
@@ -58,31 +71,18 @@ class Rotary:
     def __post_init__(self) -> None:
         require_fields(self)
 
-    def frequencies(self, head_dim: int) -> Float[Array, " H2"]:
-        """Radians per position of each pair."""
-        if head_dim % 2:
-            raise ValueError(f"Rotary embeddings rotate pairs: a head of {head_dim} is odd.")
-        pairs = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-        frequencies = 1.0 / self.theta**pairs
-        if self.scaling is None:
-            return frequencies
-        if not isinstance(self.scaling, Llama3Scaling):
-            return frequencies / self.scaling
-        s = self.scaling
-        wavelength = 2 * math.pi / frequencies
-        low, high = (s.original_context / f for f in (s.low_freq_factor, s.high_freq_factor))
-        smooth = (s.original_context / wavelength - s.low_freq_factor) / (
-            s.high_freq_factor - s.low_freq_factor
-        )
-        between = (1 - smooth) * frequencies / s.factor + smooth * frequencies
-        scaled = jnp.where(wavelength > low, frequencies / s.factor, between)
-        return jnp.where(wavelength < high, frequencies, scaled)
-
     def cos_sin(
         self, positions: Int[Array, "*B S"], head_dim: int
     ) -> tuple[Float[Array, "*B S P"], Float[Array, "*B S P"]]:
         """Cosine and sine of each pair's angle, the same for all heads."""
-        frequencies = self.frequencies(head_dim)
+        if head_dim % 2:
+            raise ValueError(f"Rotary embeddings rotate pairs: a head of {head_dim} is odd.")
+        pairs = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+        frequencies = 1.0 / self.theta**pairs  # radians per position
+        if isinstance(self.scaling, Llama3Scaling):
+            frequencies = self.scaling.scale(frequencies)
+        elif self.scaling is not None:
+            frequencies = frequencies / self.scaling
         frequencies = jnp.expand_dims(frequencies, tuple(range(positions.ndim)))
         angles = positions[..., None].astype(jnp.float32) * frequencies
         return jnp.cos(angles), jnp.sin(angles)
@@ -102,7 +102,6 @@ def rotate(
     if x.ndim < 3:
         raise ValueError(f"rotate takes x [*B, S, N, H], not {x.shape}.")
     require_rotary(rotary, positions, x.shape[:-2])
-    rotary.frequencies(x.shape[-1])  # refuses odd heads
     return _rotate(rotary, x, positions)
 
 
@@ -110,12 +109,9 @@ def require_rotary(rotary: Any, positions: Array, tokens: tuple[int, ...]) -> No
     """Raises unless this is a `Rotary`, and there is one position for each token, [*B, S]."""
     if not isinstance(rotary, Rotary):
         raise TypeError(f"rotary={rotary!r} must be a coat.ops.Rotary, as in Rotary(theta=10000).")
-
-    require_array("positions", positions)
-    if positions.shape not in (tokens, tokens[-1:]):
-        raise ValueError(
-            f"positions {positions.shape} must be one per token: {tokens[-1:]} or {tokens}."
-        )
+    shape = jax.typeof(positions).shape
+    if shape not in (tokens, tokens[-1:]):
+        raise ValueError(f"positions {shape} must be one per token: {tokens[-1:]} or {tokens}.")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -1,4 +1,4 @@
-"""What FP8 does to the numbers of a model while it trains.
+"""Statistics of the numbers that training rounds to 8 bits.
 
     measure     statistics of each operand, saved tensor and gradient that a loss function rounds
     moments     statistics of each moment that an optimizer stores in 8 bits

@@ -28,7 +28,7 @@ from coat_jax import ops
 from coat_jax.kernels.activation import ACTIVATIONS, activate
 from coat_jax.numerics.blocks import from_blocks
 from coat_jax.numerics.formats import nearest
-from coat_jax.ops.activation import save_activation
+from coat_jax.ops.mlp import save_activation
 from coat_jax.ops.norm import recompute_norm, save_norm
 from coat_jax.ops.projection import mode_of
 

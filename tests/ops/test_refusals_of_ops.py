@@ -85,13 +85,10 @@ def of_traced(op, **settings):
 VALUES = [
     # Layers.
     (linear(X, W.T), r"linear got .* 13 columns and a weight of shape \(29, 13\).*\[13, N\]"),
-    (linear(X, W[None]), r"shape \(1, 13, 29\)\. A weight is"),
     (linear(X, [W, W[:12]]), r"13 columns.*\(12, 29\)"),
     (linear(X, W, precision="bf16", implementation="triton"), "this precision has fp8_linear=F"),
-    (linear(X, []), "linear needs at least one weight"),
     (linear(X, W, ones(13)), r"bias of shape \(13,\) for .* \(13, 29\): it should be \(29,\)"),
-    (linear(X, [W, W], ones(29)), "2 weights came with 1 biases. Give one per weight, None for"),
-    (linear(X, W, [ones(29)]), "One weight came with a list of 1 biases"),
+    (linear(X, [W, W], ones(29)), "linear takes one bias per weight, None for a layer without"),
     (linear(X[0, 0, 0], W), "linear works on the last axis of its input, and a scalar has none"),
     (norm_linear(X, WIDE_NORM, W), r"13 columns and a norm .*\(14,\): it should be \(13,\)"),
     (norm_linear(X, ops.Norm(shift=ones(1, 13), kind="layer"), W), r"\(1, 13\): it should be"),
@@ -99,17 +96,13 @@ VALUES = [
     (partial(ops.norm, X, WIDE_NORM), r"norm got an input with 13 .*\(14,\)"),
     (partial(ops.Norm, kind="batch"), r"kind='batch' must be one of \('rms', 'layer'\)"),
     (partial(ops.Norm, shift=ones(13)), 'kind "rms" has no shift. Use kind="layer"'),
-    (partial(ops.Norm, eps=-1e-6), "eps=-1e-06 must be at least 0"),
     (partial(ops.Norm, eps=float("nan")), "eps=nan must be at least 0"),
     # MLPs.
     (gated_mlp(up=W[:, :28]), r"gate \(13, 29\) and up \(13, 28\) must have one shape"),
     (gated_mlp(gate=W.T, up=W.T), r"gated_mlp got .* 13 columns .*\(29, 13\)"),
     (gated_mlp(down=DOWN[:, :12]), r"gated_mlp got x with 13 columns and down \(29, 12\)"),
     (gated_mlp(norm=WIDE_NORM), r"gated_mlp got .*\(14,\)"),
-    (gated_mlp(activation="swish"), r"'swish' must be one of \('silu', 'gelu', 'gelu_tanh', 'relu"),
-    (mlp(activation="SiLU"), "activation='SiLU' must be one of"),  # never guessed
-    (mlp(up=DOWN), r"mlp got an input with 13 columns .*\(29, 13\)"),
-    (mlp(X, NORM, W, DOWN, ones(13)), r"bias of shape \(13,\).*\(29,\)"),
+    (gated_mlp(activation="SiLU"), r"'SiLU' must be one of \('silu', 'gelu', 'gelu_tanh', 'relu"),
     (mlp(X, NORM, W, DOWN, None, ones(29)), r"bias of shape \(29,\).*\(13,\)"),
     (partial(ops.activate, X, X[:1]), r"activate got gate float32\[2, 5, 13\] and up"),
     (partial(ops.activate, X, activation="mish"), "activation='mish' must be one of"),
@@ -145,7 +138,6 @@ VALUES = [
     (cross_entropy(chunk=0), "chunk=0 must be a positive whole"),
     (cross_entropy(chunk=1.5), "chunk=1.5 must be a positive whole"),
     (cross_entropy(label_smoothing=1.0), "label_smoothing=1.0 at least 0 and under 1"),
-    (cross_entropy(label_smoothing=float("nan")), "=nan must be"),
     (cross_entropy(z_loss=-1.0), "z_loss=-1.0 must be at least"),
     (embedding(W[:0], LABELS), r"a table \[V, D\] of at least one row, not \(0, 29\)"),
     (embedding(W[0], LABELS), r"a table \[V, D\] of at least one row, not \(29,\)"),
@@ -189,7 +181,6 @@ VALUES = [
 
 
 REAL = "computes with real floats, not with"
-OF_LABELS = "labels are whole numbers, not float32"
 NUMBER = "must be a Python number"
 TYPES = [
     (linear(INTEGERS, W), f"linear {REAL} int32"),
@@ -211,7 +202,6 @@ TYPES = [
         (call, r"rounds to FP8 itself.*got float8.* Pass BF16 or FP32")
         for call in (
             linear(X.astype(FP8), W),
-            linear(X, W.astype(coat.E5M2)),
             attention(k=HEADS.astype(FP8)),
             embedding(W.astype(FP8), LABELS),
             freeze(W.astype(FP8)),
@@ -222,23 +212,18 @@ TYPES = [
         for call in (
             linear([[1.0]], W),
             linear(X, None),
+            linear(X, W, [ones(29)]),
             norm_qkv(x=None),
             attention(q=None),
-            attention(segments=[[0] * 5] * 2),
             rotate(None, PLACES, ops.Rotary()),
-            rotate(HEADS, [0] * 5, ops.Rotary()),
             embedding(None, LABELS),
-            embedding(W, [1, 2]),
             cross_entropy(hidden=None),
-            cross_entropy(labels=[[0] * 5] * 2),
             freeze(None),
             quantize(None),
             to_past(k=None),
-            to_past(visible=None),
             dot_general([[1.0]], W, ONE_AXIS),
             einsum("bd,df->bf", X[0], None),
             mlp(up=None),
-            gated_mlp(gate=None),
         )
     ),
     # Norms, angles, windows and adapters of another type.
@@ -253,8 +238,19 @@ TYPES = [
     (attention(scale=jax.device_put(ones(4))), f"scale=.* {NUMBER}"),
     (of_traced(attention, scale=0.1), f"scale=.* {NUMBER}"),
     (of_traced(cross_entropy, z_loss=0.1), f"z_loss=.* {NUMBER}"),
-    (cross_entropy(labels=LABELS.astype(np.float32)), OF_LABELS),
-    (embedding(W, np.float32(LABELS)), "whole numbers, not float32"),
+    # Tokens, and what else has one number or flag per token.
+    (cross_entropy(labels=LABELS.astype(np.float32)), "labels must be .* numbers, not float32"),
+    (cross_entropy(labels=[[0] * 5] * 2), "labels must be an array of whole numbers, not list"),
+    (embedding(W, np.float32(LABELS)), "tokens must be an array of whole numbers, not float32"),
+    (embedding(W, 1), "tokens must be an array of whole numbers, not int"),
+    *(
+        (call, r"type '<class '(list|NoneType)'>' is not a valid JAX type")
+        for call in (
+            attention(segments=[[0] * 5] * 2),
+            rotate(HEADS, [0] * 5, ops.Rotary()),
+            to_past(visible=None),
+        )
+    ),
 ]
 
 
