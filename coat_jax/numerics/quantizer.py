@@ -28,12 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from coat_jax.numerics.groups import (
-    join_groups,
-    require_float,
-    require_group_size,
-    split_groups,
-)
+from coat_jax.numerics.groups import join_groups, split_groups, to_groups
 from coat_jax.numerics.minifloat import MOST_MANTISSA_BITS, Minifloat, minifloat
 
 Over = Literal["tensor", "channel", "group", "block"]
@@ -79,7 +74,6 @@ class Quantizer:
         for name, known in (("over", GRANULARITIES), ("fit", FITS)):
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name}={value!r} must be one of {', '.join(known)}.")
-        require_group_size(self.size, "size")
         if not 50 < self.percentile <= 100:
             raise ValueError(f"percentile={self.percentile!r} must be above 50, and 100 at most.")
 
@@ -140,22 +134,20 @@ class Quantizer:
 
         A short last group is padded with zeros.
         """
-        require_float("x", x.dtype)
         if x.size == 0:
             raise ValueError(f"An array of shape {x.shape} has no elements, and so no range.")
-        x = x.astype(jnp.float32)
+        size = self.size
         if self.over == "tensor":
-            rows = x.reshape(1, -1)
+            x, size = x.reshape(-1), x.size
         elif self.over == "channel":
             if not -x.ndim <= self.axis < x.ndim:
                 raise ValueError(f"axis={self.axis} is not an axis of an array of shape {x.shape}.")
-            rows = jnp.moveaxis(x, self.axis, 0).reshape(x.shape[self.axis], -1)
-        else:
-            grouped = split_groups(x, self.size)
-            there = split_groups(jnp.ones(x.shape, jnp.float32), self.size)
-            by_row = (-1, grouped.shape[-1])
-            return grouped.reshape(by_row), there.reshape(by_row) > 0
-        return rows, jnp.ones(rows.shape, bool)
+            x = jnp.moveaxis(x, self.axis, 0).reshape(x.shape[self.axis], -1)
+            size = x.shape[-1]
+        grouped = to_groups(x, size)
+        there = split_groups(jnp.ones(x.shape, jnp.float32), size)
+        by_row = (-1, grouped.shape[-1])
+        return grouped.reshape(by_row), there.reshape(by_row) > 0
 
     def _joined(self, rows: Float[Array, "R K"], shape: tuple[int, ...]) -> Array:
         """The inverse of `_rows`."""

@@ -66,7 +66,7 @@ def test_keys_of_all_steps_seeds_and_leaves_differ_and_are_those_of_all_leaves()
     assert len(np.unique(steps)) == 2**16
     every_leaf = [*range(512), 2**32 - 1]
     for step in (11, 2**31 - 1):
-        keys = noise.leaf_keys(7, step, every_leaf).tolist()
+        keys = noise.leaf_key(7, step, every_leaf).tolist()
         assert len(set(keys)) == len(every_leaf)
         for leaf in (0, 1, 5, 2**32 - 1):
             assert keys[every_leaf.index(leaf)] == int(noise.leaf_key(7, step, leaf))
