@@ -61,14 +61,6 @@ def multiplies_fp8() -> bool:
     return capability is None or capability >= FIRST_WITH_FP8
 
 
-def may_name_algorithm() -> bool:
-    """Whether XLA can be asked for an algorithm of FP8 products by name (docs/upstream.md).
-
-    From JAX 0.12 on, a program that names one cannot be compiled on a machine without a GPU.
-    """
-    return jax.__version_info__ < (0, 12) or jax.local_devices()[0].platform == "gpu"
-
-
 def triton_installed() -> bool:
     """Whether the packages that the kernels need can be imported."""
     return all(importlib.util.find_spec(name) for name in ("triton", "jax_triton"))

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax.kernels.cast import cast_reference
 from coat_jax.kernels.launch import Tile, Tiles, divide
 from coat_jax.kernels.sharding import launch_sharded
 from coat_jax.numerics.formats import format_of
@@ -66,20 +65,6 @@ def _for_batch(x: Array, ndim: int) -> Array:
     return jnp.expand_dims(x, tuple(range(ndim - x.ndim)))
 
 
-def rotary_backward_cast_reference(
-    y: Float[Array, "B S N H"],
-    cos: Float[Array, "*B S P"],
-    sin: Float[Array, "*B S P"],
-    scale: Float[Array, ""],
-    dtype: DTypeLike,
-    *,
-    stream: NoiseStream | None = None,
-) -> tuple[Array | None, Array | None]:
-    """The codes of rotary_backward(y) / scale, [B, S, N H] and [N H, B, S]."""
-    rotated = join_heads(rotary_backward(y.astype(jnp.float32), cos, sin))
-    return cast_reference(rotated, scale, dtype, "both", stream=stream)
-
-
 def supports_head_dim(head: int) -> bool:
     """Whether the kernel takes heads of this size: powers of two."""
     return head >= SMALLEST_HEAD and head & (head - 1) == 0
@@ -94,7 +79,7 @@ def rotary_backward_cast(
     *,
     stream: NoiseStream | None = None,
 ) -> tuple[Array | None, Array | None]:
-    """`rotary_backward_cast_reference` as a kernel."""
+    """The codes of rotary_backward(y) / scale, [B, S, N H] and [N H, B, S]."""
     from coat_jax.kernels.triton.rotary import rotary_backward_cast_heads
 
     width, head = y.shape[2] * y.shape[3], y.shape[3]

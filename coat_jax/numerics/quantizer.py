@@ -21,7 +21,7 @@ quantization-aware training.
 import dataclasses
 import re
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from jaxtyping import Array, Bool, Float
 
 from coat_jax.numerics.groups import join_groups, split_groups, to_groups
 from coat_jax.numerics.minifloat import MOST_MANTISSA_BITS, Minifloat, minifloat
+from coat_jax.validation import Between, require_fields
 
 Over = Literal["tensor", "channel", "group", "block"]
 Fit = Literal["max", "percentile", "mse"]
@@ -59,23 +60,14 @@ class Quantizer:
     format: Minifloat
     over: Over = "tensor"
     fit: Fit = "max"
-    size: int = 128
+    size: Annotated[int, Between(least=1)] = 128
     axis: int = -1
-    percentile: float = 99.9
+    percentile: Annotated[float, Between(above=50, most=100)] = 99.9
 
     def __post_init__(self) -> None:
         if isinstance(self.format, str):
             object.__setattr__(self, "format", format_named(self.format))
-        if not isinstance(self.format, Minifloat):
-            raise TypeError(
-                f"format={self.format!r} must be a Minifloat or the name of one, such as 'E4M3' or "
-                "'INT8'."
-            )
-        for name, known in (("over", GRANULARITIES), ("fit", FITS)):
-            if (value := getattr(self, name)) not in known:
-                raise ValueError(f"{name}={value!r} must be one of {', '.join(known)}.")
-        if not 50 < self.percentile <= 100:
-            raise ValueError(f"percentile={self.percentile!r} must be above 50, and 100 at most.")
+        require_fields(self)
 
     def __call__(
         self, x: Float[Array, "*shape"], noise: Float[Array, "*shape"] | None = None

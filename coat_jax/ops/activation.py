@@ -23,6 +23,7 @@ from jaxtyping import Array, Float
 
 from coat_jax.kernels import gemm, int8
 from coat_jax.kernels.activation import (
+    HAVE_KERNELS,
     Activation,
     activate_backward,
     activation_backward,
@@ -30,7 +31,6 @@ from coat_jax.kernels.activation import (
     activation_forward,
     activation_rescale,
     gradient_bounds,
-    has_kernel,
     require_activation,
 )
 from coat_jax.kernels.activation import activate as activate_reference
@@ -118,7 +118,7 @@ def save_activation(
             INT8 products itself, which saves a pass over them.
     """
     precision, dtype = mode.precision, hidden[0].dtype
-    size = mode.fused_block if has_kernel(act) else None
+    size = mode.fused_block if act in HAVE_KERNELS else None
     stochastic = precision.saves_stochastically
     if size is not None:
         products = [p for p in unscaled if isinstance(p, int8.Product)]
@@ -173,7 +173,7 @@ def activation_gradients(
         mode: how to compute.
     """
     hidden, scale = saved
-    size = mode.fused_block if has_kernel(act) else None
+    size = mode.fused_block if act in HAVE_KERNELS else None
     if size is not None and scale is not None:
         blocks, dtype = [h for h in hidden if isinstance(h, Blocks)], mode.precision.backward
         if da_bound is None:
