@@ -99,8 +99,7 @@ def adam_step(
             )
         # FP32 leaves are small: XLA fuses their steps, even those of several leaves.
         if chosen == "xla" or in_fp32 or in_fp64 or leaf.grad.size == 0:
-            key = noise.leaf_key(settings.storage.seed, count, ids[i])
-            key = noise.distinguish(key, *jax.tree.leaves(leaf))
+            key = noise.leaf_key(settings.storage.seed, count, ids[i], *jax.tree.leaves(leaf))
             rest = settings, key, decayed[i], dtypes[i]
             if chosen == "xla":
                 stepped[i] = adam_reference(leaf, count, hyper, *rest)
@@ -160,10 +159,7 @@ def _keys(
     if not any(mesh_axes.varying_axes(*a) for a in arrays):
         return noise.leaf_key(seed, count, ids)
     return jnp.stack(
-        [
-            noise.distinguish(noise.leaf_key(seed, count, leaf), *a)
-            for leaf, a in zip(ids, arrays, strict=True)
-        ]
+        [noise.leaf_key(seed, count, leaf, *a) for leaf, a in zip(ids, arrays, strict=True)]
     )
 
 

@@ -52,7 +52,7 @@ def cast(
     stream: NoiseStream | None = None,
     lengths: bool = False,
 ) -> tuple[Array | None, Array | None, Array | None]:
-    """The codes of `gemm.scaled`, [*rows, D] and [D, *rows], and lengths; None if not wanted."""
+    """The codes of `gemm.operand`, [*rows, D] and [D, *rows], and lengths; None if not wanted."""
     from coat_jax.kernels.triton.cast import ENTRIES
 
     *rows_shape, width = x.shape

@@ -69,43 +69,25 @@ def operand(
     layout: Layout = "straight",
     implementation: Implementation = "xla",
     *,
-    stream: NoiseStream | None = None,
-) -> Operand:
-    """Rounds `x` to FP8 with one scale; with dtype None leaves `x` as it is.
-
-    It rounds to nearest, or stochastically with a stream of random bits.
-    """
-    if dtype is None:
-        return Operand(x, None, None)
-    scale = tensor_scale(largest_magnitude(x), dtype)
-    return scaled(x, scale, dtype, layout, implementation, stream=stream)
-
-
-def largest_magnitude(x: Float[Array, "..."]) -> Float[Array, ""]:
-    """max |x|, in FP32; NaN if x has one, unless XLA overlooks it, as it may on CPUs."""
-    return jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
-
-
-def tensor_scale(amax: Float[Array, ""], dtype: DTypeLike) -> Float[Array, ""]:
-    """The scale of an operand whose largest magnitude is `amax`."""
-    scale = power_of_two(jnp.minimum(fitting_exponent(amax, dtype), 253))
-    return jnp.where(jnp.isfinite(amax), scale, jnp.nan)
-
-
-def scaled(
-    x: Float[Array, "*rows K"],
-    scale: Float[Array, ""],
-    dtype: DTypeLike,
-    layout: Layout = "straight",
-    implementation: Implementation = "xla",
-    *,
+    scale: Float[Array, ""] | None = None,
     stream: NoiseStream | None = None,
     lengths: bool = False,
 ) -> Operand:
-    """Rounds `x` to FP8 with a known scale, and may compute the lengths of the rows.
+    """Rounds `x` to FP8 with one scale; with dtype None leaves `x` as it is.
 
-    "xla" ignores the layout and lets XLA transpose.
+    Args:
+        x: one side of a product.
+        dtype: the format.
+        layout: of the codes. "xla" ignores it and lets XLA transpose.
+        implementation: "xla" or "triton".
+        scale: by default the one that fits the largest magnitude.
+        stream: random bits, to round stochastically; without them, rounds to nearest.
+        lengths: whether to compute the lengths of the rows.
     """
+    if dtype is None:
+        return Operand(x, None, None)
+    if scale is None:
+        scale = tensor_scale(largest_magnitude(x), dtype)
     if implementation == "triton":
         codes, transposed, of_rows = cast(x, scale, dtype, layout, stream=stream, lengths=lengths)
         return Operand(codes, transposed, scale, of_rows)
@@ -118,6 +100,17 @@ def scaled(
     # The codes are squared before they are scaled, and so cannot overflow.
     squares = jnp.sum(jnp.square(codes.astype(jnp.float32)), axis=-1)
     return Operand(codes, None, scale, jnp.sqrt(squares) * scale)
+
+
+def largest_magnitude(x: Float[Array, "..."]) -> Float[Array, ""]:
+    """max |x|, in FP32; NaN if x has one, unless XLA overlooks it, as it may on CPUs."""
+    return jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
+
+
+def tensor_scale(amax: Float[Array, ""], dtype: DTypeLike) -> Float[Array, ""]:
+    """The scale of an operand whose largest magnitude is `amax`."""
+    scale = power_of_two(jnp.minimum(fitting_exponent(amax, dtype), 253))
+    return jnp.where(jnp.isfinite(amax), scale, jnp.nan)
 
 
 def product(x: Operand, w: Operand, dtype: DTypeLike) -> Float[Array, "*rows N"]:
@@ -240,7 +233,7 @@ def _dot(
     if max(a.dtype.itemsize, b.dtype.itemsize) > 1:  # a simulated format
         fit_bf16 = all(c.dtype == jnp.bfloat16 or c.dtype.itemsize == 1 for c in (a, b))
         result = in_bf16(a, b) if fit_bf16 else in_fp32(a, b)
-    elif dispatch.multiplies_fp8():
+    elif (dispatch.gpu_capability() or dispatch.HOPPER) >= dispatch.FIRST_WITH_FP8:
         result = lax.platform_dependent(a, b, cuda=in_fp8, default=in_fp32)
     else:
         result = in_fp32(a, b)

@@ -14,7 +14,7 @@ Probabilities are accurate to 2^-17, half the distance of two values of the nois
 
 `leaf` is a hash of the array's path in its tree (`leaf_ids`), not its position: optimizers
 of several groups of parameters (`optax.partition`) see trees with other leaves left out.
-`distinguish` gives the copies of one array under `vmap` and `shard_map` keys of their own.
+The copies of one array under `vmap` and `shard_map` have keys of their own.
 
 Activations that are saved for a backward pass, and operands of its products, are rounded with
 `of_places`, which takes no key: an element has the same random bits at every step. Its rounding
@@ -56,26 +56,25 @@ def leaf_ids(tree: Any) -> list[int]:
     ]
 
 
-def leaf_key(seed: int, step: ArrayLike, leaf: int | Sequence[int]) -> UInt32[Array, "*leaves"]:
-    """The key of the array with the number `leaf`, at one step; or those of several arrays."""
+def leaf_key(
+    seed: int, step: ArrayLike, leaf: int | Sequence[int], *arrays: Array
+) -> UInt32[Array, "*leaves"]:
+    """The key of the array with the number `leaf`, at one step; or those of several arrays.
+
+    It differs between the elements of a `vmap` and the shards of a `shard_map`, but only where any
+    of `arrays` does: where they are the same on all devices of an axis, so is the key, and replicas
+    stay equal. `shard_map(check_vma=False)` does not track what is the same, so there all shards
+    get one key; if they should differ, give each its own seed.
+    """
     # XLA must not see the constant: it would compile each array's rounding by itself, not once.
     distinct = (np.array(leaf, np.uint64) * np.uint64(GOLDEN)).astype(np.uint32)
     distinct = jax.lax.optimization_barrier(distinct)
     step = jnp.asarray(step).astype(jnp.uint32)
-    return mix(mix(np.uint32(seed & 0xFFFF_FFFF) + step * np.uint32(GOLDEN)) + distinct)
-
-
-def distinguish(key: UInt32[Array, ""], *arrays: Array) -> UInt32[Array, ""]:
-    """A key that differs between the elements of a `vmap` and the shards of a `shard_map`.
-
-    Only axes along which `arrays` differ count: where they are the same on all devices of an axis,
-    so is the key, and replicas stay equal. `shard_map(check_vma=False)` does not track what is the
-    same, so there all shards get one key; if they should differ, give each its own seed.
-    """
+    key = mix(mix(np.uint32(seed & 0xFFFF_FFFF) + step * np.uint32(GOLDEN)) + distinct)
     if axes := varying_axes(*arrays):
         key = mix(key + jax.lax.axis_index(axes).astype(jnp.uint32) * np.uint32(GOLDEN))
     # A random number has no gradient.
-    return _of_element(key, [jax.lax.stop_gradient(a) for a in arrays])
+    return _of_element(key, [jax.lax.stop_gradient(a) for a in arrays]) if arrays else key
 
 
 @jax.custom_batching.custom_vmap

@@ -152,7 +152,7 @@ def save_activation(
     scale = gemm.tensor_scale(gemm.largest_magnitude(magnitudes), mode.format)
     if mode.precision.int8_forward:
         return SavedActivation(saved, scale), int8.round_rows(a)
-    n = gemm.scaled(a, scale, mode.format, "straight", mode.implementation)
+    n = gemm.operand(a, mode.format, "straight", mode.implementation, scale=scale)
     return SavedActivation(saved, scale), n
 
 

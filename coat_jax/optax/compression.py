@@ -117,7 +117,7 @@ def compress(
                     f"{structure} to {jax.tree.structure(after)}; compress needs it to stay."
                 )
             encoded = [
-                _write(e, new, storage, noise.leaf_key(storage.seed, step, leaf), implementation)
+                _write(e, new, storage, step, leaf, implementation)
                 for leaf, e, new in zip(
                     noise.leaf_ids(state.codes), stored, jax.tree.leaves(after), strict=True
                 )
@@ -188,11 +188,16 @@ def _read(stored: Expanded, storage: Storage, implementation: Implementation | N
 
 
 def _write(
-    stored: Expanded, new: Any, storage: Storage, key: Any, implementation: Implementation | None
+    stored: Expanded,
+    new: Any,
+    storage: Storage,
+    step: Array,
+    leaf: int,
+    implementation: Implementation | None,
 ) -> Expanded:
     """The leaf as it is stored after a step."""
     if not is_fp8(stored.codes):
         wanted = dtype_of(stored.codes)
         return stored._replace(codes=new if dtype_of(new) == wanted else jnp.asarray(new, wanted))
-    key = noise.distinguish(key, new)
+    key = noise.leaf_key(storage.seed, step, leaf, new)
     return stored_moment.rewrite(stored, new, storage, key, implementation)

@@ -31,7 +31,7 @@ def layer(precision=coat.BF16):
 @partial(jax.jit, static_argnums=1)
 def codes_and_scale(x, dtype):
     scale = gemm.tensor_scale(gemm.largest_magnitude(x), dtype)
-    return gemm.scaled(x, scale, dtype).values, scale
+    return gemm.operand(x, dtype, scale=scale).values, scale
 
 
 def in_fp8(x, dtype):

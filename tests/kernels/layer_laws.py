@@ -122,7 +122,7 @@ def check_int8_rows(shape):
 
 
 def both_layouts(x, scale, dtype, stream=None):
-    codes = gemm.scaled(x, scale, dtype, stream=stream).values
+    codes = gemm.operand(x, dtype, scale=scale, stream=stream).values
     return codes, jnp.moveaxis(codes, -1, 0)
 
 
@@ -139,7 +139,7 @@ def check_cast(shape, dtype, stream):
         *measured, lengths = cast(x, scale, dtype, layout, stream=stream, lengths=True)
         jax.tree.map(np.testing.assert_array_equal, measured, codes)
         if layout != "transposed":
-            want = gemm.scaled(x, scale, dtype, stream=stream, lengths=True).lengths
+            want = gemm.operand(x, dtype, scale=scale, stream=stream, lengths=True).lengths
             np.testing.assert_allclose(lengths, want, rtol=1e-6)
 
 
@@ -152,7 +152,7 @@ def check_rotary(shape, heads, head, dtype, *, per_sequence, stream):
     scale = gemm.tensor_scale(rotary.GROWTH * gemm.largest_magnitude(y), dtype)
     arguments = (y, cos, sin, scale, dtype)
     got = rotary.rotary_backward_cast(*arguments, stream=stream)
-    back = rotary.join_heads(rotary.rotary_backward(y.astype(jnp.float32), cos, sin))
+    back = rotary.rotary_backward(y.astype(jnp.float32), cos, sin).reshape(*shape, -1)
     want = both_layouts(back, scale, dtype, stream)
     for a, b in zip(got, want, strict=True):
         assert_codes(a, b)
@@ -223,7 +223,7 @@ def check_exact_activation(shape, name, count, size=16, *, stochastic=False):
     scale = gemm.tensor_scale(jnp.max(maxima), E4M3)
     got = activation.activation_rescale(codes, maxima, scale, size)
     # Rounded twice where the second code is subnormal, and then half a code further off at most.
-    want = np.float64(gemm.scaled(a, scale, E4M3).values)
+    want = np.float64(gemm.operand(a, E4M3, scale=scale).values)
     subnormal = np.abs(want) < 2.0 ** format_of(E4M3).min_exponent
     off = np.abs(np.float64(got) - want)
     assert np.max(off, where=subnormal, initial=0) <= format_of(E4M3).tiny
@@ -273,7 +273,7 @@ def check_activation(shape, name, count, size=16, *, stochastic=False):
     scale = gemm.tensor_scale(jnp.max(maxima), E4M3)
     assert_codes(
         activation.activation_cast(kept, name, scale, size),
-        gemm.scaled(a, scale, E4M3).values,
+        gemm.operand(a, E4M3, scale=scale).values,
     )
 
     da = numbers(7, shape, spread=1.0)

@@ -22,7 +22,7 @@ NAN_OF_GPUS = np.uint32(0x7FFFFFFF).view(np.float32)
 
 @functools.partial(jax.jit, static_argnames=("dtype", "stream"))
 def cast(x, dtype, stream="gradients"):
-    return gemm.scaled(x, ONE, dtype, stream=stream).values
+    return gemm.operand(x, dtype, scale=ONE, stream=stream).values
 
 
 @formats

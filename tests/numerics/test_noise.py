@@ -122,7 +122,7 @@ def test_shards_have_keys_of_their_own_and_replicas_the_same(check_vma):
     mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(2, 4), ("x", "y"))
 
     def keys(x):
-        key = noise.distinguish(leaf_key(0, 3, 1), x)
+        key = leaf_key(0, 3, 1, x)
         return jnp.broadcast_to(key, x.shape) + (x * 0).astype(jnp.uint32)
 
     mapped = jax.shard_map(keys, mesh=mesh, in_specs=P("y"), out_specs=P("y"), check_vma=check_vma)
@@ -133,7 +133,7 @@ def test_shards_have_keys_of_their_own_and_replicas_the_same(check_vma):
 
 def test_members_of_a_vmap_have_keys_of_their_own():
     def key(x, shared):
-        return noise.distinguish(leaf_key(0, 3, 1), x, shared)
+        return leaf_key(0, 3, 1, x, shared)
 
     x, shared = jnp.zeros((3, 4, 5)), jnp.ones(5)
     nested = jax.jit(jax.vmap(jax.vmap(key, (0, None)), (0, None)))(x, shared)

@@ -116,20 +116,20 @@ def nearest(x, dtype):
     return x.astype(dtype).astype(np.float64)
 
 
-round_at_random = jax.jit(gemm.scaled, static_argnames=("dtype", "stream"))
+round_at_random = jax.jit(gemm.operand, static_argnames=("dtype", "stream"))
 
 
 def rounded(x, dtype, stream=None):
     """What FP8 makes of a tensor with one scale, in FP64.
 
-    Stochastic rounding, with a stream, is that of `gemm.scaled`, which has laws of its own.
+    Stochastic rounding, with a stream, is that of `gemm.operand`, which has laws of its own.
     """
     x = np.asarray(x, np.float64)
     scale = least_power(np.max(np.abs(x), initial=0), dtype)
     if stream is None:
         return nearest(x / scale, dtype) * scale
     x, at = np.float32(x), np.float32(scale)
-    return np.float64(round_at_random(x, at, dtype, stream=stream).values) * scale
+    return np.float64(round_at_random(x, dtype, scale=at, stream=stream).values) * scale
 
 
 def rounded_blocks(x, dtype, size):

@@ -185,5 +185,5 @@ def _restricted(axes: Any, keep: list[bool]) -> Any:
 def _may_divide(axis: Any, size: int) -> bool:
     """Whether these axes can be sharded: on the mesh that is set, or on any mesh."""
     mesh = jax.sharding.get_abstract_mesh()
-    known = all(name in mesh.shape for name in mesh_axes.names(axis))
+    known = all(name in mesh.shape for name in jax.tree.leaves(axis))
     return size % (mesh_axes.shards(axis, mesh) if known else jax.device_count()) == 0
