@@ -238,7 +238,7 @@ class Storage:
     def resolution_of_second(self) -> float:
         """Returns the smallest non-zero second moment that a group can hold if its largest is 1."""
         if self.second == LOGARITHM:
-            return logarithms.FIT.resolution
+            return logarithms.RESOLUTION
         return expansion.resolution(self.second, "stochastic" if self.stochastic else "nearest")
 
     def _in_fp32(self, values: Float[Array, "..."]) -> Expanded:

@@ -23,8 +23,9 @@ import coat_jax
 
 PACKAGE = Path(coat_jax.__file__).parent
 LAYERS = [
-    ("errors", "numerics", "printable"),
-    ("files", "multihost", "validation", "writing"),
+    ("errors", "printable"),
+    ("validation",),
+    ("files", "multihost", "numerics", "writing"),
     ("manifest", "precision", "storage", "tokenizers"),
     ("probes",),
     ("kernels",),

@@ -71,7 +71,7 @@ def _examine() -> Iterator[tuple[str, str]]:
     capability, runs = dispatch.gpu_capability(), "XLA"
     if capability is None:
         because = "there is no GPU; kernels in Triton run on GPUs"
-    elif not dispatch.multiplies_fp8():
+    elif capability < dispatch.FIRST_WITH_FP8:
         because = "FP8 needs compute capability 8.9 (Ada) or newer; the GPU has "
         because += dispatch.describe_capability(capability)
         fix = "Train with --precision bf16, or on an Ada, Hopper or Blackwell GPU."

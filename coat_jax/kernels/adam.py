@@ -77,7 +77,7 @@ class Settings:
 
     storage: Storage = Storage()
     nesterov: bool = False
-    round_params: bool = False  # BF16 parameters, or their corrections, rounded stochastically
+    round_params: bool = False  # BF16 parameters rounded stochastically; corrections always are
 
 
 def adam_reference(
@@ -118,11 +118,8 @@ def adam_reference(
         # A schedule may be in FP64.
         result = (param + -hyper.learning_rate * direction).astype(param.dtype)
         if leaf.correction is not None:
-            dither = None
-            if settings.round_params:
-                own = noise.bits(noise.param_key(key), param.shape, run=storage.group_size)
-                dither = own >> 8
-            result, correction = corrections.split(result, dither)
+            own = noise.bits(noise.param_key(key), param.shape, run=storage.group_size)
+            result, correction = corrections.split(result, own >> 8)
         elif settings.round_params and leaf.param.dtype == jnp.bfloat16:
             result = noise.round_to_bfloat16(result, noise.param_key(key), run=storage.group_size)
         result = result.astype(leaf.param.dtype)

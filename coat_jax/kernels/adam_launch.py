@@ -87,7 +87,8 @@ def adam_step(
                 "formats. Leave implementation out: XLA simulates any format."
             )
         chosen = "xla"
-    reference = adam_reference if chosen == "xla" else _adam_reference_traced_once
+    arrays = {k: v for k, v in hyper._asdict().items() if not isinstance(v, int | float)}
+    numbers = tuple((k, v) for k, v in hyper._asdict().items() if k not in arrays)
     for i, leaf in enumerate(leaves):
         in_fp32 = leaf.mu.codes.dtype == jnp.float32
         in_fp64 = leaf.param is not None and leaf.param.dtype == jnp.float64
@@ -98,13 +99,16 @@ def adam_step(
             )
         # FP32 leaves are small: XLA fuses their steps, even those of several leaves.
         if chosen == "xla" or in_fp32 or in_fp64 or leaf.grad.size == 0:
-            key = noise.leaf_key(settings.storage.seed, count, ids[i])
-            key = noise.distinguish(key, *jax.tree.leaves(leaf))
-            stepped[i] = reference(leaf, count, hyper, settings, key, decayed[i], dtypes[i])
+            key = noise.leaf_key(settings.storage.seed, count, ids[i], *jax.tree.leaves(leaf))
+            rest = settings, key, decayed[i], dtypes[i]
+            if chosen == "xla":
+                stepped[i] = adam_reference(leaf, count, hyper, *rest)
+            else:
+                stepped[i] = _reference_traced_once(leaf, count, arrays, numbers, *rest)
         else:
             waiting.append(i)
     if waiting:
-        numbers = numbers_of_step(
+        of_step = numbers_of_step(
             count,
             hyper,
             nesterov=settings.nesterov,
@@ -118,7 +122,7 @@ def adam_step(
             results = _step_together(
                 [leaves[i] for i in bucket],
                 table,
-                numbers,
+                of_step,
                 keys,
                 dtype=dtypes[bucket[0]],
                 constants=constants,
@@ -128,35 +132,22 @@ def adam_step(
     return [stepped[i] for i in range(len(leaves))]
 
 
-def _adam_reference_traced_once(
-    leaf: Leaf,
-    count: Int[Array, ""],
-    hyper: Hyper,
-    settings: Settings,
-    key: UInt32[Array, ""],
-    decayed: bool,
-    dtype: np.dtype,
-) -> LeafResult:
-    """`adam_reference`, traced and lowered once for all leaves of one shape: many are alike."""
-    numbers = hyper._asdict().items()
-    constants = tuple((k, v) for k, v in numbers if isinstance(v, int | float))
-    arrays = {k: v for k, v in numbers if not isinstance(v, int | float)}
-    return _jitted_reference(leaf, count, arrays, constants, settings, key, decayed, dtype)
-
-
-@functools.partial(jax.jit, static_argnames=("constants", "settings", "decayed", "dtype"))
-def _jitted_reference(
+@functools.partial(jax.jit, static_argnames=("numbers", "settings", "decayed", "dtype"))
+def _reference_traced_once(
     leaf: Leaf,
     count: Int[Array, ""],
     arrays: dict[str, Array],
-    constants: tuple[tuple[str, Any], ...],
+    numbers: tuple[tuple[str, Any], ...],
     settings: Settings,
     key: UInt32[Array, ""],
     decayed: bool,
     dtype: np.dtype,
 ) -> LeafResult:
-    """Each hyperparameter is one of the arrays, or a constant of the program."""
-    hyper = Hyper(**arrays, **dict(constants))
+    """`adam_reference`, traced and lowered once for all leaves of one shape: many are alike.
+
+    Each hyperparameter is one of the arrays, or one of the numbers: a constant of the program.
+    """
+    hyper = Hyper(**arrays, **dict(numbers))
     return adam_reference(leaf, count, hyper, settings, key, decayed, dtype)
 
 
@@ -166,12 +157,9 @@ def _keys(
     """The keys of all leaves; different ones for the shards inside a `shard_map`."""
     arrays = [jax.tree.leaves(leaf) for leaf in leaves]
     if not any(mesh_axes.varying_axes(*a) for a in arrays):
-        return noise.leaf_keys(seed, count, ids)
+        return noise.leaf_key(seed, count, ids)
     return jnp.stack(
-        [
-            noise.distinguish(noise.leaf_key(seed, count, leaf), *a)
-            for leaf, a in zip(ids, arrays, strict=True)
-        ]
+        [noise.leaf_key(seed, count, leaf, *a) for leaf, a in zip(ids, arrays, strict=True)]
     )
 
 

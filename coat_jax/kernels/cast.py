@@ -26,8 +26,8 @@ from jaxtyping import Array, Float
 
 from coat_jax.kernels.launch import Tile, divide
 from coat_jax.kernels.sharding import as_3d, divides_cleanly, launch_sharded
-from coat_jax.numerics.formats import format_of, round_at_random, saturating_cast
-from coat_jax.numerics.noise import NoiseStream, element_numbers, of_elements
+from coat_jax.numerics.formats import format_of
+from coat_jax.numerics.noise import NoiseStream, element_numbers
 
 Layout = Literal["straight", "transposed", "both"]
 TILE = Tile(128, 64, 4)
@@ -43,33 +43,6 @@ class Cast(NamedTuple):
     stochastic: bool
 
 
-def cast_reference(
-    x: Float[Array, "*rows D"],
-    scale: Float[Array, ""],
-    dtype: DTypeLike,
-    layout: Layout,
-    *,
-    stream: NoiseStream | None = None,
-) -> tuple[Array | None, Array | None]:
-    """The codes of x / scale, straight [*rows, D] and transposed [D, *rows]; None if not wanted."""
-    y = x.astype(jnp.float32) * (1.0 / scale)
-    if stream is not None:
-        y = round_at_random(y, dtype, of_elements(y.shape, stream))
-    codes = saturating_cast(y, dtype)
-    straight = codes if layout != "transposed" else None
-    return straight, jnp.moveaxis(codes, -1, 0) if layout != "straight" else None
-
-
-def lengths_reference(
-    codes: Float[Array, "*rows D"], scale: Float[Array, ""]
-) -> Float[Array, "*rows"]:
-    """The Euclidean length of each row of codes * scale.
-
-    The codes are squared before they are scaled, and so cannot overflow.
-    """
-    return jnp.sqrt(jnp.sum(jnp.square(codes.astype(jnp.float32)), axis=-1)) * scale
-
-
 def cast(
     x: Float[Array, "*rows D"],
     scale: Float[Array, ""],
@@ -79,7 +52,7 @@ def cast(
     stream: NoiseStream | None = None,
     lengths: bool = False,
 ) -> tuple[Array | None, Array | None, Array | None]:
-    """`cast_reference` as a kernel; with `lengths` also `lengths_reference`, in the same pass."""
+    """The codes of `gemm.operand`, [*rows, D] and [D, *rows], and lengths; None if not wanted."""
     from coat_jax.kernels.triton.cast import ENTRIES
 
     *rows_shape, width = x.shape

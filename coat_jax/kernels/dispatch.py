@@ -24,49 +24,31 @@ FIRST_WITH_FP8 = 89  # Ada Lovelace; Hopper is 90
 HOPPER = 90
 
 
-def choose(implementation: Implementation | None) -> Implementation:
-    """Returns the implementation to use; raises if the named one cannot run."""
-    if implementation is None:
-        has_fp8 = (gpu_capability() or 0) >= FIRST_WITH_FP8
-        return "triton" if has_fp8 and triton_installed() else "xla"
-    if implementation not in ("xla", "triton"):
+def choose(implementation: Implementation | None, *, products: bool = False) -> Implementation:
+    """Returns the implementation to use; raises if the named one cannot run.
+
+    On a GPU without FP8 units None stands for "xla", but raises if the operation computes
+    `products` in FP8, which "xla" would compute in FP32.
+    """
+    if implementation not in (None, "xla", "triton"):
         raise ValueError(f'implementation must be None, "xla" or "triton", not {implementation!r}.')
+    capability = gpu_capability()
+    if capability is not None and capability < FIRST_WITH_FP8:
+        if implementation == "triton" or (products and implementation is None):
+            raise UserError(
+                f"This GPU has {describe_capability(capability)}; kernels and products in FP8 need "
+                "8.9 (Ada) or newer. Use precision=coat.BF16; or, in functions that take it, "
+                'implementation="xla", which computes the same, products in FP32 and slowly.'
+            )
+        return "xla"
+    if implementation is None:
+        return "triton" if capability is not None and triton_installed() else "xla"
     if implementation == "triton" and not triton_installed():
         raise ImportError(
             'implementation="triton" needs the packages triton and jax-triton: '
             "pip install 'coat_jax[gpu]', or use implementation=\"xla\"."
         )
-    if implementation == "triton" and not multiplies_fp8():
-        raise RuntimeError(
-            f"This GPU has {describe_capability(gpu_capability() or 0)}; FP8 kernels need 8.9 "
-            '(Ada) or newer. Use implementation="xla".'
-        )
     return implementation
-
-
-def choose_fp8(implementation: Implementation | None) -> Implementation:
-    """`choose` for FP8 products: raises on a GPU without them, unless `implementation` is "xla"."""
-    if implementation is None and not multiplies_fp8():
-        raise UserError(
-            f"This GPU has {describe_capability(gpu_capability() or 0)}; products in FP8 need 8.9 "
-            "(Ada) or newer. Use precision=coat.BF16; or, in functions of coat.ops that take it, "
-            'implementation="xla", which computes the same in FP32, slowly.'
-        )
-    return choose(implementation)
-
-
-def multiplies_fp8() -> bool:
-    """Whether the GPU has FP8 products; true without a GPU."""
-    capability = gpu_capability()
-    return capability is None or capability >= FIRST_WITH_FP8
-
-
-def may_name_algorithm() -> bool:
-    """Whether XLA can be asked for an algorithm of FP8 products by name (docs/upstream.md).
-
-    From JAX 0.12 on, a program that names one cannot be compiled on a machine without a GPU.
-    """
-    return jax.__version_info__ < (0, 12) or jax.local_devices()[0].platform == "gpu"
 
 
 def triton_installed() -> bool:

@@ -20,20 +20,23 @@ for large numbers. If the scale comes from a bound, only the row of that element
 """
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from coat_jax.errors import UserError
 from coat_jax.kernels import dispatch
-from coat_jax.kernels.cast import Layout, cast, cast_reference, lengths_reference
+from coat_jax.kernels.cast import Layout, cast
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.numerics.blocks import fitting_exponent, power_of_two
-from coat_jax.numerics.noise import NoiseStream
+from coat_jax.numerics.formats import round_at_random, saturating_cast
+from coat_jax.numerics.noise import NoiseStream, of_elements
 
 # One FP8 GEMM of cuBLASLt. By default XLA would also try its own Triton GEMMs for every product:
 # programs then take up to 40 times as long to compile, and run no faster.
@@ -66,16 +69,37 @@ def operand(
     layout: Layout = "straight",
     implementation: Implementation = "xla",
     *,
+    scale: Float[Array, ""] | None = None,
     stream: NoiseStream | None = None,
+    lengths: bool = False,
 ) -> Operand:
     """Rounds `x` to FP8 with one scale; with dtype None leaves `x` as it is.
 
-    It rounds to nearest, or stochastically with a stream of random bits.
+    Args:
+        x: one side of a product.
+        dtype: the format.
+        layout: of the codes. "xla" ignores it and lets XLA transpose.
+        implementation: "xla" or "triton".
+        scale: by default the one that fits the largest magnitude.
+        stream: random bits, to round stochastically; without them, rounds to nearest.
+        lengths: whether to compute the lengths of the rows.
     """
     if dtype is None:
         return Operand(x, None, None)
-    scale = tensor_scale(largest_magnitude(x), dtype)
-    return scaled(x, scale, dtype, layout, implementation, stream=stream)
+    if scale is None:
+        scale = tensor_scale(largest_magnitude(x), dtype)
+    if implementation == "triton":
+        codes, transposed, of_rows = cast(x, scale, dtype, layout, stream=stream, lengths=lengths)
+        return Operand(codes, transposed, scale, of_rows)
+    y = x.astype(jnp.float32) * (1.0 / scale)
+    if stream is not None:
+        y = round_at_random(y, dtype, of_elements(y.shape, stream))
+    codes = saturating_cast(y, dtype)
+    if not lengths:
+        return Operand(codes, None, scale)
+    # The codes are squared before they are scaled, and so cannot overflow.
+    squares = jnp.sum(jnp.square(codes.astype(jnp.float32)), axis=-1)
+    return Operand(codes, None, scale, jnp.sqrt(squares) * scale)
 
 
 def largest_magnitude(x: Float[Array, "..."]) -> Float[Array, ""]:
@@ -89,36 +113,14 @@ def tensor_scale(amax: Float[Array, ""], dtype: DTypeLike) -> Float[Array, ""]:
     return jnp.where(jnp.isfinite(amax), scale, jnp.nan)
 
 
-def scaled(
-    x: Float[Array, "*rows K"],
-    scale: Float[Array, ""],
-    dtype: DTypeLike,
-    layout: Layout = "straight",
-    implementation: Implementation = "xla",
-    *,
-    stream: NoiseStream | None = None,
-    lengths: bool = False,
-) -> Operand:
-    """Rounds `x` to FP8 with a known scale, and may compute the lengths of the rows.
-
-    "xla" ignores the layout and lets XLA transpose.
-    """
-    if implementation == "xla":
-        codes, _ = cast_reference(x, scale, dtype, "straight", stream=stream)
-        assert codes is not None
-        return Operand(codes, None, scale, lengths_reference(codes, scale) if lengths else None)
-    straight, transposed, of_rows = cast(x, scale, dtype, layout, stream=stream, lengths=lengths)
-    return Operand(straight, transposed, scale, of_rows)
-
-
 def product(x: Operand, w: Operand, dtype: DTypeLike) -> Float[Array, "*rows N"]:
     """x w: the forward product. Takes x straight, and w straight or, faster, transposed."""
-    return _dot(x, w, _over_columns(x), _over_rows(w), dtype)
+    return _dot(x, w, "columns", "rows", dtype)
 
 
 def product_transposed(dy: Operand, w: Operand, dtype: DTypeLike) -> Float[Array, "*rows K"]:
     """dy w^T: the gradient of the input. Takes both straight."""
-    return _dot(dy, w, _over_columns(dy), _over_columns(w), dtype)
+    return _dot(dy, w, "columns", "columns", dtype)
 
 
 def bound_of_product_transposed(dy: Operand, w: Operand) -> Float[Array, "*rows"]:
@@ -133,7 +135,7 @@ def bound_of_product_transposed(dy: Operand, w: Operand) -> Float[Array, "*rows"
 
 def outer_product(x: Operand, dy: Operand, dtype: DTypeLike) -> Float[Array, "K N"]:
     """x^T dy, summed over all rows: the gradient of the weight. Faster with both transposed."""
-    return _dot(x, dy, _over_rows(x), _over_rows(dy), dtype)
+    return _dot(x, dy, "rows", "rows", dtype)
 
 
 def product_of_codes(x: Array, w: Array, dtype: DTypeLike) -> Array:
@@ -183,29 +185,21 @@ def scale_sums(
     return sums.astype(jnp.float32) * smaller * larger
 
 
-Side = tuple[Array, tuple[int, ...]]  # an array, and the axes that are summed over
-
-
-def _over_columns(x: Operand) -> Side:
-    """An operand that is summed over its columns."""
+def _summed(x: Operand, over: str) -> tuple[Array, tuple[int, ...]]:
+    """The array of an operand that is summed over its "rows" or "columns", and these axes of it."""
+    if over == "rows" and x.transposed is not None:
+        return x.transposed, tuple(range(1, x.transposed.ndim))
     if x.values is None:
         raise ValueError("This product needs its operand straight.")
-    return x.values, (x.values.ndim - 1,)
-
-
-def _over_rows(x: Operand) -> Side:
-    """An operand that is summed over its rows."""
-    if x.transposed is not None:
-        return x.transposed, tuple(range(1, x.transposed.ndim))
-    values, (columns,) = _over_columns(x)
-    return values, tuple(range(columns))
+    columns = x.values.ndim - 1
+    return x.values, tuple(range(columns)) if over == "rows" else (columns,)
 
 
 def _dot(
-    left: Operand, right: Operand, left_side: Side, right_side: Side, dtype: DTypeLike
+    left: Operand, right: Operand, over_left: str, over_right: str, dtype: DTypeLike
 ) -> Float[Array, "..."]:
-    """The product of two operands along the axes that their sides name."""
-    (a, a_axes), (b, b_axes) = left_side, right_side
+    """The product of two operands, summed over the rows or the columns of each."""
+    (a, a_axes), (b, b_axes) = _summed(left, over_left), _summed(right, over_right)
     dimensions = ((a_axes, b_axes), ((), ()))
     if left.scale is None or right.scale is None:
         return lax.dot_general(a, b, dimensions, preferred_element_type=dtype)
@@ -215,13 +209,18 @@ def _dot(
     # Sharding is not known yet while tracing. With no more rows than devices, a device may have a
     # single row, which is a vector.
     most_shards = max(jax.sharding.get_abstract_mesh().size, jax.device_count())
-    narrow = min(_result_size(left_side), _result_size(right_side)) <= most_shards
-
-    def in_fp8(a: Array, b: Array) -> Array:
-        # XLA has no FP8 algorithm for a vector: DEFAULT lets XLA choose, whatever
-        # jax_default_matmul_precision says.
-        how = lax.Precision.DEFAULT if narrow or not dispatch.may_name_algorithm() else FP8
-        return lax.dot_general(a, b, dimensions, precision=how, preferred_element_type=wide)
+    rows, columns = (math.prod(np.delete(c.shape, axes)) for c, axes in ((a, a_axes), (b, b_axes)))
+    # XLA has no FP8 algorithm for a vector: DEFAULT lets XLA choose, whatever
+    # jax_default_matmul_precision says. From JAX 0.12 on, a program that names an algorithm cannot
+    # be compiled on a machine without a GPU (docs/upstream.md).
+    names = jax.__version_info__ < (0, 12) or jax.local_devices()[0].platform == "gpu"
+    algorithm = FP8 if names and min(rows, columns) > most_shards else lax.Precision.DEFAULT
+    in_fp8 = partial(
+        lax.dot_general,
+        dimension_numbers=dimensions,
+        precision=algorithm,
+        preferred_element_type=wide,
+    )
 
     def in_bf16(a: Array, b: Array) -> Array:
         a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
@@ -234,14 +233,8 @@ def _dot(
     if max(a.dtype.itemsize, b.dtype.itemsize) > 1:  # a simulated format
         fit_bf16 = all(c.dtype == jnp.bfloat16 or c.dtype.itemsize == 1 for c in (a, b))
         result = in_bf16(a, b) if fit_bf16 else in_fp32(a, b)
-    elif dispatch.multiplies_fp8():
+    elif (dispatch.gpu_capability() or dispatch.HOPPER) >= dispatch.FIRST_WITH_FP8:
         result = lax.platform_dependent(a, b, cuda=in_fp8, default=in_fp32)
     else:
         result = in_fp32(a, b)
     return (result * (left.scale * right.scale).astype(wide)).astype(dtype)
-
-
-def _result_size(side: Side) -> int:
-    """How many rows (or columns) of the result come from a side of the product."""
-    array, summed = side
-    return math.prod(size for axis, size in enumerate(array.shape) if axis not in summed)

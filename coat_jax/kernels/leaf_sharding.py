@@ -125,7 +125,7 @@ def _shard(placement: Placement, leaf: int, shape: Shape, group_size: int) -> Le
     start: Any = 0
     for axis, entry in enumerate(entries):
         if parts[axis] > 1:
-            index = jax.lax.axis_index(mesh_axes.names(entry))
+            index = jax.lax.axis_index(tuple(jax.tree.leaves(entry)))
             start = start + index * jnp.int32(local[axis] * math.prod(whole[axis + 1 :]))
     jumps = tuple(
         (math.prod(local[axis:]), (whole[axis] - local[axis]) * math.prod(whole[axis + 1 :]))

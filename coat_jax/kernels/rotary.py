@@ -1,11 +1,11 @@
-"""Rotary embeddings: rotates pairs of numbers in each head by an angle per token, and back.
+"""The gradient of rotary embeddings: rotates pairs of numbers in each head back by their angles.
 
-    rotary_forward          (a, b) -> (a cos - b sin, b cos + a sin)
-    rotary_backward         (a, b) -> (a cos + b sin, b cos - a sin)    its gradient: the inverse
+    rotary_backward         (a, b) -> (a cos + b sin, b cos - a sin)
     rotary_backward_cast    the same, as one FP8 tensor in both layouts
 
 a and b are the halves of a head. A rotation preserves the length of each pair, so no element of the
 result exceeds sqrt(2) times the largest input. That bounds the FP8 tensor before it is computed.
+The forward pass has no kernel: it is in `ops.rotary`.
 """
 
 import math
@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax.kernels.cast import cast_reference
 from coat_jax.kernels.launch import Tile, Tiles, divide
 from coat_jax.kernels.sharding import launch_sharded
 from coat_jax.numerics.formats import format_of
@@ -28,56 +27,19 @@ TILE_ROWS, HEADS, WARPS = 64, 4, 4
 SMALLEST_HEAD = 32
 
 
-def rotary_forward(
-    x: Float[Array, "B S N H"], cos: Float[Array, "*B S P"], sin: Float[Array, "*B S P"]
-) -> Float[Array, "B S N H"]:
-    """Rotates each head of `x`; P is H / 2."""
-    cos, sin = (_for_batch(angles[..., None, :], x.ndim) for angles in (cos, sin))
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    return rotated.astype(x.dtype)
-
-
 def rotary_backward(
     y: Float[Array, "B S N H"], cos: Float[Array, "*B S P"], sin: Float[Array, "*B S P"]
 ) -> Float[Array, "B S N H"]:
     """Rotates each head of `y` by the negative angle."""
-    # Written with a flip instead of the concatenation above: XLA can then find the result's largest
-    # magnitude in the same loop, which saves a pass over memory where it is rounded to FP8 next.
+    # Written with a flip, not with the concatenation of `ops.rotary`: XLA can then find
+    # the largest magnitude in the same loop, which saves a pass over memory where FP8 is next.
     pairs = y.astype(jnp.float32).reshape(*y.shape[:-1], 2, y.shape[-1] // 2)
-    cos, sin = (_for_batch(angles[..., None, None, :], pairs.ndim) for angles in (cos, sin))
-    signs = _for_batch(jnp.array([[1.0], [-1.0]]), pairs.ndim)
+    cos, sin, signs = (
+        jnp.broadcast_to(x, pairs.shape)
+        for x in (cos[..., None, None, :], sin[..., None, None, :], jnp.array([[1.0], [-1.0]]))
+    )
     rotated = pairs * cos + jnp.flip(pairs, -2) * (signs * sin)
     return rotated.reshape(y.shape).astype(y.dtype)
-
-
-def split_heads(y: Float[Array, "*B S NH"], head_dim: int) -> Float[Array, "*B S N H"]:
-    """Columns as heads. (JAX cannot infer a size given as -1 in an array without elements.)"""
-    return y.reshape(*y.shape[:-1], y.shape[-1] // head_dim, head_dim)
-
-
-def join_heads(y: Float[Array, "*B S N H"]) -> Float[Array, "*B S NH"]:
-    """The inverse of `split_heads`."""
-    return y.reshape(*y.shape[:-2], y.shape[-2] * y.shape[-1])
-
-
-def _for_batch(x: Array, ndim: int) -> Array:
-    """`x` with leading axes of size 1, `ndim` axes in all, so that it broadcasts over a batch."""
-    return jnp.expand_dims(x, tuple(range(ndim - x.ndim)))
-
-
-def rotary_backward_cast_reference(
-    y: Float[Array, "B S N H"],
-    cos: Float[Array, "*B S P"],
-    sin: Float[Array, "*B S P"],
-    scale: Float[Array, ""],
-    dtype: DTypeLike,
-    *,
-    stream: NoiseStream | None = None,
-) -> tuple[Array | None, Array | None]:
-    """The codes of rotary_backward(y) / scale, [B, S, N H] and [N H, B, S]."""
-    rotated = join_heads(rotary_backward(y.astype(jnp.float32), cos, sin))
-    return cast_reference(rotated, scale, dtype, "both", stream=stream)
 
 
 def supports_head_dim(head: int) -> bool:
@@ -94,7 +56,7 @@ def rotary_backward_cast(
     *,
     stream: NoiseStream | None = None,
 ) -> tuple[Array | None, Array | None]:
-    """`rotary_backward_cast_reference` as a kernel."""
+    """The codes of rotary_backward(y) / scale, [B, S, N H] and [N H, B, S]."""
     from coat_jax.kernels.triton.rotary import rotary_backward_cast_heads
 
     width, head = y.shape[2] * y.shape[3], y.shape[3]

@@ -189,11 +189,11 @@ class _NamedAxes:
             spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
             for entry, axis in zip(spec, axes.split(), strict=False):
                 name, _ = _parse(axis)
-                names = mesh_axes.names(entry)
+                names = jax.tree.leaves(entry)
                 if name in sharded or name in self.whole or not names:
                     continue
                 used = {
-                    n for other in self.beside[name] for n in mesh_axes.names(sharded.get(other))
+                    n for other in self.beside[name] for n in jax.tree.leaves(sharded.get(other))
                 }
                 parts = mesh_axes.shards(entry, mesh)
                 if not used & set(names) and self.sizes[name] % (parts * self.blocks[name]) == 0:

@@ -12,7 +12,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from coat_jax import ops, probes
 from coat_jax.errors import UserError
-from coat_jax.kernels.rotary import join_heads, split_heads
 from coat_jax.nn.norm import AnyNorm, require_norm_or_none
 from coat_jax.nn.parameters import (
     UNSHARDED,
@@ -24,6 +23,7 @@ from coat_jax.nn.parameters import (
     weight,
 )
 from coat_jax.ops.definition import restore, save_array
+from coat_jax.ops.rotary import join_heads, split_heads
 from coat_jax.precision import COAT, Precision, precision_of
 
 

@@ -14,11 +14,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from coat_jax import ops
-from coat_jax.kernels.rotary import join_heads, split_heads
 from coat_jax.nn.attention import Attention
 from coat_jax.nn.children import set_class
 from coat_jax.nn.mlp import GatedMLP
 from coat_jax.nn.parameters import value_of
+from coat_jax.ops.rotary import join_heads, split_heads
 from coat_jax.precision import BF16
 
 Projection = Callable[[Array], Array]

@@ -29,7 +29,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8, UInt32
 
 from coat_jax.numerics.formats import E4M3, codes_dtype, format_of, nearest, round_at_random
-from coat_jax.numerics.groups import join_groups, require_float, scales_shape, split_groups
+from coat_jax.numerics.groups import join_groups, scales_shape, split_groups, to_groups
 from coat_jax.numerics.noise import of_places, run_numbers
 from coat_jax.numerics.one_program import one_program
 
@@ -70,12 +70,12 @@ def to_blocks(
             multiplied: where one is rounded up, the other is rather rounded down, and much of the
             error of their product cancels. With the same bits the errors would add up.
     """
-    require_float("x", x.dtype)
-    grouped = split_groups(x.astype(jnp.float32), size)
+    grouped = to_groups(x, size)
     # XLA's maximum propagates NaN, except on CPUs, where it may lose one.
     exponents = fitting_exponent(jnp.max(jnp.abs(grouped), axis=-1, initial=0.0), dtype)
     # Rounded before the cast, so that `from_blocks` in the same program gives rounded values.
-    codes = grouped * _inverse_power(exponents)[..., None]
+    inverse = power_of_two(np.int32(254) - jnp.minimum(exponents, 253))
+    codes = grouped * jnp.where(exponents == NOT_FINITE, jnp.nan, inverse)[..., None]
     if stochastic:
         bits = of_places(run_numbers(exponents.shape), grouped.shape[-1])
         codes = round_at_random(codes, dtype, ~bits if antithetic else bits)
@@ -115,9 +115,3 @@ def fitting_exponent(amax: Float[Array, "..."], dtype: DTypeLike) -> Int32[Array
 def power_of_two(exponent: Int32[Array, "..."] | UInt8[Array, "..."]) -> Float[Array, "..."]:
     """2^(exponent - 127) in FP32, of an exponent in 1 .. 254; 255 gives infinity."""
     return jax.lax.bitcast_convert_type(exponent.astype(jnp.int32) << 23, jnp.float32)
-
-
-def _inverse_power(exponent: Int32[Array, "..."]) -> Float[Array, "..."]:
-    """The reciprocal of `power_of_two`; NaN for 255, so that all codes of the block become NaN."""
-    inverse = power_of_two(np.int32(254) - jnp.minimum(exponent, 253))
-    return jnp.where(exponent == NOT_FINITE, jnp.nan, inverse)

@@ -40,18 +40,15 @@ def join(value: BFloat16[Array, "..."], correction: Int8[Array, "..."]) -> Float
 
 @jax.custom_jvp
 def split(
-    x: Float32[Array, "..."], dither: UInt32[Array, "..."] | None = None
+    x: Float32[Array, "..."], dither: UInt32[Array, "..."]
 ) -> tuple[BFloat16[Array, "..."], Int8[Array, "..."]]:
     """The BF16 numbers and their corrections.
 
     Args:
         x: the numbers.
-        dither: 8 random bits for each number. With them, numbers are rounded to 24 bits
-            stochastically, right on average; without, to nearest, ties to even.
+        dither: 8 random bits for each number, with which the rounding is right on average.
     """
     bits = jnp.where(jnp.isnan(x), NAN, lax.bitcast_convert_type(x, jnp.uint32))
-    if dither is None:
-        dither = 0x7F + ((bits >> 8) & 1)
     bits = bits + dither
     correction = lax.bitcast_convert_type((bits >> 8).astype(jnp.uint8), DTYPE)
     value = lax.bitcast_convert_type(((bits + 0x8000) >> 16).astype(jnp.uint16), jnp.bfloat16)

@@ -43,9 +43,9 @@ from coat_jax.numerics.formats import (
 from coat_jax.numerics.groups import (
     group_max,
     join_groups,
-    require_float,
     scales_shape,
     split_groups,
+    to_groups,
 )
 from coat_jax.numerics.one_program import one_program
 
@@ -68,11 +68,6 @@ class ExponentFit(NamedTuple):
     min_steps: int  # the least 16 k
     tolerance: float = TOLERANCE
 
-    @property
-    def resolution(self) -> float:
-        """The smallest magnitude that a group can hold if its largest is 1, at the least k."""
-        return 2.0 ** (-self.log2_range * STEPS / self.min_steps)
-
 
 def fit_of(dtype: DTypeLike, rounding: Rounding) -> ExponentFit:
     """The choice of k for a format and a rounding; see above."""
@@ -84,8 +79,7 @@ def fit_of(dtype: DTypeLike, rounding: Rounding) -> ExponentFit:
 
 def resolution(dtype: DTypeLike, rounding: Rounding) -> float:
     """The smallest magnitude that a group can hold if its largest is 1: its smallest code."""
-    fit = fit_of(dtype, rounding)
-    return fit._replace(log2_range=format_of(dtype).log2_range).resolution
+    return 2.0 ** (-format_of(dtype).log2_range * STEPS / fit_of(dtype, rounding).min_steps)
 
 
 class Expanded(NamedTuple):
@@ -136,13 +130,12 @@ def encode(
         >>> print(jnp.round(coat.expansion.decode(e), 2))
         [1. 2. 4.]
     """
-    require_float("x", x.dtype)
+    values = to_groups(x, group_size)
     rounding: Rounding = "nearest"
     if noise is not None:
         rounding = "dithered" if dithered else "stochastic"
         noise = split_groups(noise, group_size)
     fmt = format_of(dtype)
-    values = split_groups(x.astype(jnp.float32), group_size)
     magnitude = jnp.abs(values)
     magnitude = jnp.where(magnitude < SMALLEST_NORMAL, 0.0, magnitude)
     amax = group_max(magnitude)

@@ -60,7 +60,7 @@ def merge_specs(*entries: Entry) -> PartitionSpec:
     used: set[str] = set()
     kept = []
     for entry in entries:
-        names = tuple(name for name in mesh_axes.names(entry) if name not in used)
+        names = tuple(name for name in jax.tree.leaves(entry) if name not in used)
         used.update(names)
         kept.append(names or None)
     return PartitionSpec(*kept)

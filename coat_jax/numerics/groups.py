@@ -6,7 +6,6 @@ group of a row may be short.
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from coat_jax.numerics import mesh_axes
@@ -24,9 +23,16 @@ def split_groups(x: Float[Array, "*rows D"], group_size: int) -> Float[Array, "*
 
     A short last group of several is padded with zeros.
     """
-    require_group_size(group_size)
-    _require_whole_groups(x, group_size)
     x = jnp.atleast_1d(x)
+    sharding = jax.typeof(x).sharding
+    entry = sharding.spec[-1]  # of explicit axes, on which JAX does not gather by itself
+    parts = 1 if entry is None else mesh_axes.shards(entry, sharding.mesh)
+    if parts > 1 and x.shape[-1] % (parts * group_size):
+        raise ValueError(
+            f"The last axis, {x.shape[-1]}, is sharded over {entry!r} into {parts} parts, which "
+            f"do not hold whole groups of {group_size}. Shard another axis, or choose a "
+            f"group_size that divides {x.shape[-1] // parts}."
+        )
     size = min(group_size, max(x.shape[-1], 1))
     tail = -x.shape[-1] % size
     if tail:
@@ -46,30 +52,10 @@ def group_max(magnitudes: Float[Array, "*rows G K"]) -> Float[Array, "*rows G"]:
     return jnp.minimum(jnp.max(known, axis=-1, initial=0.0), FLOAT32_MAX)
 
 
-def require_group_size(group_size: int, name: str = "group_size") -> None:
-    """Raises unless the argument `name` is a positive whole number."""
-    if not isinstance(group_size, int) or isinstance(group_size, bool) or group_size < 1:
-        raise ValueError(f"{name} must be a positive whole number, not {group_size!r}.")
-
-
-def _require_whole_groups(x: Array, group_size: int) -> None:
-    """Raises where an explicit sharding divides the last axis inside a group."""
-    sharding = jax.typeof(x).sharding
-    if x.ndim == 0 or not sharding.mesh.axis_names or sharding.spec[-1] is None:
-        return
-    entry = sharding.spec[-1]
-    parts = mesh_axes.shards(entry, sharding.mesh)
-    if x.shape[-1] % (parts * group_size):
-        raise ValueError(
-            f"The last axis, {x.shape[-1]}, is sharded over {entry!r} into {parts} parts, which "
-            f"do not hold whole groups of {group_size}. Shard another axis, or choose a "
-            f"group_size that divides {x.shape[-1] // parts}."
-        )
-
-
-def require_float(name: str, dtype: DTypeLike) -> None:
-    """Raises unless `dtype` is a real floating-point dtype."""
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(
-            f"{name} has dtype {jnp.dtype(dtype).name}, which FP8 cannot hold. Pass real floats."
-        )
+def to_groups(x: Float[Array, "*rows D"], group_size: int) -> Float[Array, "*rows G K"]:
+    """Returns `split_groups` of `x` in FP32; raises if `x` or the size is of another kind."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"x has dtype {x.dtype.name}, which FP8 cannot hold. Pass real floats.")
+    if type(group_size) is not int or group_size < 1:
+        raise ValueError(f"The group size must be a positive whole number, not {group_size!r}.")
+    return split_groups(x.astype(jnp.float32), group_size)

@@ -22,7 +22,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from coat_jax.numerics.expansion import STEPS, Expanded, in_groups
-from coat_jax.numerics.groups import group_max, join_groups, require_float, split_groups
+from coat_jax.numerics.groups import group_max, join_groups, split_groups, to_groups
 from coat_jax.numerics.one_program import one_program
 
 DTYPE = jnp.int8
@@ -48,8 +48,7 @@ def encode(
         stochastic_below: codes of at least this magnitude are rounded to nearest even with
             `noise`.
     """
-    require_float("x", x.dtype)
-    values = split_groups(x.astype(jnp.float32), group_size)
+    values = to_groups(x, group_size)
     lost = jnp.isnan(values)
     values = jnp.clip(jnp.where(lost, 0.0, values), -LARGEST, LARGEST)
     amax = group_max(jnp.abs(values))

@@ -32,7 +32,7 @@ from coat_jax.numerics.expansion import (
     in_groups,
 )
 from coat_jax.numerics.formats import SMALLEST_NORMAL
-from coat_jax.numerics.groups import group_max, join_groups, require_float, split_groups
+from coat_jax.numerics.groups import group_max, join_groups, split_groups, to_groups
 from coat_jax.numerics.one_program import one_program
 
 DTYPE = jnp.uint8
@@ -41,6 +41,7 @@ MIN_STEPS = 7  # the fewest codes per binade
 # Without the tolerance of `expansion`: with it an element just below the smallest code would be
 # rounded up to that code, so that a slowly decaying element would not decay.
 FIT = ExponentFit((LARGEST_CODE - 1) / STEPS, MIN_STEPS, tolerance=0.0)
+RESOLUTION = 2.0 ** (-(LARGEST_CODE - 1) / MIN_STEPS)  # the smallest of a group whose largest is 1
 LOG2 = 0.6931471805599453  # the natural logarithm of 2
 
 
@@ -52,8 +53,7 @@ def encode(
     noise: Float[Array, "*rows D"] | None = None,
 ) -> Expanded:
     """Rounds `x` to the nearest code, or with `noise` (uniform in (0, 1)) stochastically."""
-    require_float("x", x.dtype)
-    values = split_groups(x.astype(jnp.float32), group_size)
+    values = to_groups(x, group_size)
     values = jnp.where(values >= SMALLEST_NORMAL, values, 0.0)
     amax = group_max(values)
     log2_amax = jnp.log2(jnp.maximum(amax, SMALLEST_NORMAL))[..., None]
@@ -68,7 +68,7 @@ def encode(
 
     # Numbers below the smallest code become that code or zero. Apart from rounding errors of
     # `steps`, only groups at the smallest k have such numbers.
-    smallest = jnp.where(steps > MIN_STEPS, SMALLEST_NORMAL, amax[..., None] * FIT.resolution)
+    smallest = jnp.where(steps > MIN_STEPS, SMALLEST_NORMAL, amax[..., None] * RESOLUTION)
     if noise is None:
         codes = jnp.floor(exact + 0.5)
         least = (values >= smallest / 2).astype(jnp.float32)

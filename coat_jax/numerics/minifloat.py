@@ -19,16 +19,18 @@ import dataclasses
 import functools
 import math
 import re
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from coat_jax.validation import Between, require_fields
+
 Specials = Literal["none", "nan", "ieee", "fnuz"]
 
-SPECIALS: tuple[Specials, ...] = ("none", "nan", "ieee", "fnuz")
+SPECIALS: tuple[Specials, ...] = get_args(Specials)
 MOST_EXPONENT_BITS, MOST_MANTISSA_BITS = 8, 15
 LARGEST, SMALLEST = float(np.finfo(np.float32).max), 2.0**-149  # of FP32
 MOST_TOP_EXPONENT = 15  # of `Minifloat.full_scale`: that of E5M2
@@ -70,8 +72,8 @@ class Minifloat:
         bias: of the exponent; None is 2^(E - 1) - 1, or 0 for E = 0.
     """
 
-    exponent_bits: int
-    mantissa_bits: int
+    exponent_bits: Annotated[int, Between(least=0, most=MOST_EXPONENT_BITS)]
+    mantissa_bits: Annotated[int, Between(least=0, most=MOST_MANTISSA_BITS)]
     signed: bool = True
     subnormals: bool = True
     zero: bool = True
@@ -79,15 +81,10 @@ class Minifloat:
     bias: int | None = None
 
     def __post_init__(self) -> None:
-        _require_bits("exponent_bits", self.exponent_bits, MOST_EXPONENT_BITS)
-        _require_bits("mantissa_bits", self.mantissa_bits, MOST_MANTISSA_BITS)
-        if self.specials not in SPECIALS:
-            raise ValueError(f"specials={self.specials!r} must be one of {', '.join(SPECIALS)}.")
+        require_fields(self)
         if self.bias is None:
             default = 2 ** (self.exponent_bits - 1) - 1 if self.exponent_bits else 0
             object.__setattr__(self, "bias", default)
-        if isinstance(self.bias, bool) or not isinstance(self.bias, int):
-            raise ValueError(f"bias={self.bias!r} must be a whole number or None.")
         if self.exponent_bits == 0 and (not self.subnormals or self.specials == "ieee"):
             raise ValueError(
                 "Without exponent bits all numbers are subnormal, and none are infinite: "
@@ -247,11 +244,6 @@ def names_of_simulated(mantissa_bits: int) -> str:
 
 
 # --- Parts -----------------------------------------------------------------------------------
-
-
-def _require_bits(name: str, value: int, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
-        raise ValueError(f"{name}={value!r} must be a whole number from 0 to {most}.")
 
 
 @functools.cache

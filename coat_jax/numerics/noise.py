@@ -14,7 +14,7 @@ Probabilities are accurate to 2^-17, half the distance of two values of the nois
 
 `leaf` is a hash of the array's path in its tree (`leaf_ids`), not its position: optimizers
 of several groups of parameters (`optax.partition`) see trees with other leaves left out.
-`distinguish` gives the copies of one array under `vmap` and `shard_map` keys of their own.
+The copies of one array under `vmap` and `shard_map` have keys of their own.
 
 Activations that are saved for a backward pass, and operands of its products, are rounded with
 `of_places`, which takes no key: an element has the same random bits at every step. Its rounding
@@ -56,34 +56,25 @@ def leaf_ids(tree: Any) -> list[int]:
     ]
 
 
-def leaf_key(seed: int, step: ArrayLike, leaf: int) -> UInt32[Array, ""]:
-    """The key of the array with the number `leaf`, at one step."""
-    # XLA must not see the constant: it would compile each array's rounding by itself, not once.
-    distinct = jax.lax.optimization_barrier(np.uint32(leaf * GOLDEN & 0xFFFF_FFFF))
-    return mix(_step_key(seed, step) + distinct)
+def leaf_key(
+    seed: int, step: ArrayLike, leaf: int | Sequence[int], *arrays: Array
+) -> UInt32[Array, "*leaves"]:
+    """The key of the array with the number `leaf`, at one step; or those of several arrays.
 
-
-def leaf_keys(seed: int, step: ArrayLike, leaves: Sequence[int]) -> UInt32[Array, " leaves"]:
-    """The keys of several arrays."""
-    return mix(_step_key(seed, step) + np.array(leaves, np.uint32) * np.uint32(GOLDEN))
-
-
-def _step_key(seed: int, step: ArrayLike) -> UInt32[Array, ""]:
-    step = jnp.asarray(step).astype(jnp.uint32)
-    return mix(np.uint32(seed & 0xFFFF_FFFF) + step * np.uint32(GOLDEN))
-
-
-def distinguish(key: UInt32[Array, ""], *arrays: Array) -> UInt32[Array, ""]:
-    """A key that differs between the elements of a `vmap` and the shards of a `shard_map`.
-
-    Only axes along which `arrays` differ count: where they are the same on all devices of an axis,
-    so is the key, and replicas stay equal. `shard_map(check_vma=False)` does not track what is the
-    same, so there all shards get one key; if they should differ, give each its own seed.
+    It differs between the elements of a `vmap` and the shards of a `shard_map`, but only where any
+    of `arrays` does: where they are the same on all devices of an axis, so is the key, and replicas
+    stay equal. `shard_map(check_vma=False)` does not track what is the same, so there all shards
+    get one key; if they should differ, give each its own seed.
     """
+    # XLA must not see the constant: it would compile each array's rounding by itself, not once.
+    distinct = (np.array(leaf, np.uint64) * np.uint64(GOLDEN)).astype(np.uint32)
+    distinct = jax.lax.optimization_barrier(distinct)
+    step = jnp.asarray(step).astype(jnp.uint32)
+    key = mix(mix(np.uint32(seed & 0xFFFF_FFFF) + step * np.uint32(GOLDEN)) + distinct)
     if axes := varying_axes(*arrays):
         key = mix(key + jax.lax.axis_index(axes).astype(jnp.uint32) * np.uint32(GOLDEN))
     # A random number has no gradient.
-    return _of_element(key, [jax.lax.stop_gradient(a) for a in arrays])
+    return _of_element(key, [jax.lax.stop_gradient(a) for a in arrays]) if arrays else key
 
 
 @jax.custom_batching.custom_vmap
@@ -106,7 +97,7 @@ def _of_element_batched(
 @one_program("key")
 def uniform(key: UInt32[Array, ""], shape: tuple[int, ...], *, run: int) -> Float[Array, "..."]:
     """Numbers in (0, 1), one per element of an array of `shape`: odd multiples of 2^-17."""
-    return _between_zero_and_one(_halves(key, shape, run=run)[0], shape)
+    return uniform_pair(key, shape, run=run)[0]
 
 
 @one_program("key")
@@ -120,20 +111,18 @@ def uniform_pair(
     the two are independent. The error of the first array in one lane and that of the second array
     in the neighbouring lane are not, but no update uses both.
     """
-    own, other = _halves(key, shape, run=run)
-    return _between_zero_and_one(own, shape), _between_zero_and_one(other, shape)
+    # The complement makes "noise < p" the same as a carry of p + bits / 2^16, as in the kernels.
+    own, other = (
+        ((np.uint32(0xFFFF) - half).astype(jnp.float32) + 0.5) * 2.0**-16
+        for half in _halves(key, shape, run=run)
+    )
+    return own, other
 
 
 @one_program("key")
 def bits(key: UInt32[Array, ""], shape: tuple[int, ...], *, run: int) -> UInt32[Array, "..."]:
     """16 random bits per element of an array of `shape`."""
     return _halves(key, shape, run=run)[0]
-
-
-def _between_zero_and_one(bits: UInt32[Array, "..."], shape: tuple[int, ...]) -> Array:
-    # The complement makes "noise < p" the same as a carry of p + bits / 2^16, as in the kernels.
-    centered = (np.uint32(0xFFFF) - bits).astype(jnp.float32) + 0.5
-    return (centered * 2.0**-16).reshape(shape)
 
 
 def _halves(
@@ -147,12 +136,11 @@ def _halves(
     lane = jax.lax.broadcasted_iota(jnp.uint32, grid, len(grid) - 1)
     bits = mix(mix(key + index * np.uint32(GOLDEN)) + (lane >> 1) * np.uint32(GOLDEN))
     lower, upper, even = bits & 0xFFFF, bits >> 16, lane & 1 == 0
-    own, other = jnp.where(even, lower, upper), jnp.where(even, upper, lower)
-
-    def flat(bits: Array) -> Array:
-        return bits.reshape(*leading, runs * run)[..., :columns].reshape(shape)
-
-    return flat(own), flat(other)
+    own, other = (
+        half.reshape(*leading, runs * run)[..., :columns].reshape(shape)
+        for half in (jnp.where(even, lower, upper), jnp.where(even, upper, lower))
+    )
+    return own, other
 
 
 def of_places(runs: UInt32[Array, "*runs"], lanes: int) -> UInt32[Array, "*runs lanes"]:

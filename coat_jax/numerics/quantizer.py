@@ -21,20 +21,16 @@ quantization-aware training.
 import dataclasses
 import re
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from coat_jax.numerics.groups import (
-    join_groups,
-    require_float,
-    require_group_size,
-    split_groups,
-)
+from coat_jax.numerics.groups import join_groups, split_groups, to_groups
 from coat_jax.numerics.minifloat import MOST_MANTISSA_BITS, Minifloat, minifloat
+from coat_jax.validation import Between, require_fields
 
 Over = Literal["tensor", "channel", "group", "block"]
 Fit = Literal["max", "percentile", "mse"]
@@ -64,24 +60,14 @@ class Quantizer:
     format: Minifloat
     over: Over = "tensor"
     fit: Fit = "max"
-    size: int = 128
+    size: Annotated[int, Between(least=1)] = 128
     axis: int = -1
-    percentile: float = 99.9
+    percentile: Annotated[float, Between(above=50, most=100)] = 99.9
 
     def __post_init__(self) -> None:
         if isinstance(self.format, str):
             object.__setattr__(self, "format", format_named(self.format))
-        if not isinstance(self.format, Minifloat):
-            raise TypeError(
-                f"format={self.format!r} must be a Minifloat or the name of one, such as 'E4M3' or "
-                "'INT8'."
-            )
-        for name, known in (("over", GRANULARITIES), ("fit", FITS)):
-            if (value := getattr(self, name)) not in known:
-                raise ValueError(f"{name}={value!r} must be one of {', '.join(known)}.")
-        require_group_size(self.size, "size")
-        if not 50 < self.percentile <= 100:
-            raise ValueError(f"percentile={self.percentile!r} must be above 50, and 100 at most.")
+        require_fields(self)
 
     def __call__(
         self, x: Float[Array, "*shape"], noise: Float[Array, "*shape"] | None = None
@@ -140,22 +126,20 @@ class Quantizer:
 
         A short last group is padded with zeros.
         """
-        require_float("x", x.dtype)
         if x.size == 0:
             raise ValueError(f"An array of shape {x.shape} has no elements, and so no range.")
-        x = x.astype(jnp.float32)
+        size = self.size
         if self.over == "tensor":
-            rows = x.reshape(1, -1)
+            x, size = x.reshape(-1), x.size
         elif self.over == "channel":
             if not -x.ndim <= self.axis < x.ndim:
                 raise ValueError(f"axis={self.axis} is not an axis of an array of shape {x.shape}.")
-            rows = jnp.moveaxis(x, self.axis, 0).reshape(x.shape[self.axis], -1)
-        else:
-            grouped = split_groups(x, self.size)
-            there = split_groups(jnp.ones(x.shape, jnp.float32), self.size)
-            by_row = (-1, grouped.shape[-1])
-            return grouped.reshape(by_row), there.reshape(by_row) > 0
-        return rows, jnp.ones(rows.shape, bool)
+            x = jnp.moveaxis(x, self.axis, 0).reshape(x.shape[self.axis], -1)
+            size = x.shape[-1]
+        grouped = to_groups(x, size)
+        there = split_groups(jnp.ones(x.shape, jnp.float32), size)
+        by_row = (-1, grouped.shape[-1])
+        return grouped.reshape(by_row), there.reshape(by_row) > 0
 
     def _joined(self, rows: Float[Array, "R K"], shape: tuple[int, ...]) -> Array:
         """The inverse of `_rows`."""

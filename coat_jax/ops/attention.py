@@ -22,7 +22,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from coat_jax.errors import UserError
 from coat_jax.kernels.dispatch import Implementation
-from coat_jax.kernels.rotary import join_heads
 from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs
 from coat_jax.ops import recording
 from coat_jax.ops.checks import require_number, require_real
@@ -41,6 +40,7 @@ from coat_jax.ops.projection import (
     quantize_input,
     recompute_input,
 )
+from coat_jax.ops.rotary import join_heads
 from coat_jax.precision import COAT, Precision, precision_of
 from coat_jax.probes import Probe
 

@@ -104,7 +104,8 @@ def _linear_forward(mode: Mode, x: Array, layers: Layers) -> Any:
     saved, scale = n, fp8_scale(n, mode)
     if not isinstance(saved, Operand):  # the backward pass takes FP8
         assert scale is not None
-        saved = gemm.scaled(x, scale, mode.precision.forward, "straight", mode.implementation)
+        dtype, how = mode.precision.forward, mode.implementation
+        saved = gemm.operand(x, dtype, "straight", how, scale=scale)
     record = partial(recording.products, "input", x, scale, layers, scales, mode)
     return batch_alike(*outputs), (saved, layers, scales), record
 

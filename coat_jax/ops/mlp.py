@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from coat_jax.kernels import gemm, int8
 from coat_jax.kernels.activation import (
+    HAVE_KERNELS,
     Activation,
     activate,
     activate_backward,
@@ -24,7 +25,6 @@ from coat_jax.kernels.activation import (
     activation_forward,
     activation_rescale,
     gradient_bounds,
-    has_kernel,
     require_activation,
 )
 from coat_jax.kernels.dispatch import Implementation
@@ -171,7 +171,7 @@ def save_activation(
             INT8 products itself, which saves a pass over them.
     """
     precision, dtype = mode.precision, hidden[0].dtype
-    size = mode.fused_block if has_kernel(act) else None
+    size = mode.fused_block if act in HAVE_KERNELS else None
     stochastic = precision.saves_stochastically
     if size is not None:
         products = [p for p in unscaled if isinstance(p, int8.Product)]
@@ -206,7 +206,7 @@ def save_activation(
     scale = gemm.tensor_scale(gemm.largest_magnitude(magnitudes), mode.format)
     if mode.precision.int8_forward:
         return SavedActivation(saved, scale), int8.round_rows(a)
-    n = gemm.scaled(a, scale, mode.format, "straight", mode.implementation)
+    n = gemm.operand(a, mode.format, "straight", mode.implementation, scale=scale)
     return SavedActivation(saved, scale), n
 
 
@@ -229,7 +229,7 @@ def activation_gradients(
         d_values: returns the gradients of hidden in FP32.
     """
     hidden, scale = saved
-    size = mode.fused_block if has_kernel(act) else None
+    size = mode.fused_block if act in HAVE_KERNELS else None
     if size is not None and scale is not None:
         blocks, dtype = [h for h in hidden if isinstance(h, Blocks)], mode.precision.backward
         if da_bound is None:

@@ -119,10 +119,7 @@ def save_norm(x: Float[Array, "B S D"], norm: Norm | None, mode: Mode) -> tuple[
         rows = int8.round_rows(n)
         scale = fp8_scale(rows, mode) if scale is None else scale
         return SavedNorm(saved, norm, stats, scale), rows
-    if scale is None:
-        operand = gemm.operand(n, mode.format, "straight", mode.implementation)
-    else:
-        operand = gemm.scaled(n, scale, mode.format, "straight", mode.implementation)
+    operand = gemm.operand(n, mode.format, "straight", mode.implementation, scale=scale)
     return SavedNorm(saved, norm, stats, operand.scale), operand
 
 

@@ -66,7 +66,7 @@ def mode_of(precision: Precision | str, implementation: Implementation | None) -
     """Chooses precision and implementation; raises if the implementation cannot run."""
     precision = precision_of(precision)
     if precision.fp8_linear and not precision.simulated:
-        return Mode(precision, dispatch.choose_fp8(implementation))
+        return Mode(precision, dispatch.choose(implementation, products=True))
     if implementation == "triton" and precision.simulated:
         names = (format_of(f).name for f in (precision.forward, precision.backward))
         raise UserError(
@@ -114,7 +114,9 @@ def recompute_input(
     if scale is None or mode.format is None:
         return Operand(x.astype(dtype), None, None)
     stream = mode.stream("inputs")
-    return gemm.scaled(x, scale, mode.format, "transposed", mode.implementation, stream=stream)
+    return gemm.operand(
+        x, mode.format, "transposed", mode.implementation, scale=scale, stream=stream
+    )
 
 
 def gradient_operand(dy: Float[Array, "*rows N"], mode: Mode) -> Operand:
@@ -155,7 +157,7 @@ def input_gradient(
         if scale is None or mode.format is None:
             w = Operand(weight.astype(dtype), None, None)
         else:
-            w = gemm.scaled(weight, scale, mode.format, "straight", mode.implementation)
+            w = gemm.operand(weight, mode.format, "straight", mode.implementation, scale=scale)
         share = gemm.product_transposed(g, w, dtype)
         dn = share if dn is None else share + dn  # XLA fuses the sum into the GEMM on its left
     assert dn is not None
@@ -176,10 +178,9 @@ def bounded_input_gradient(
         g = gradient_operand(dy, mode)
         return g, input_gradient(layers, (scale,), (g,), dy.dtype, mode), None
     dtype, how = mode.precision.backward, mode.implementation
-    g_scale = gemm.tensor_scale(gemm.largest_magnitude(dy), dtype)
     stream = mode.stream("gradients")
-    g = gemm.scaled(dy, g_scale, dtype, "both", how, stream=stream, lengths=True)
-    w = gemm.scaled(layers.weights[0], scale, mode.format, "straight", how, lengths=True)
+    g = gemm.operand(dy, dtype, "both", how, stream=stream, lengths=True)
+    w = gemm.operand(layers.weights[0], mode.format, "straight", how, scale=scale, lengths=True)
     return g, gemm.product_transposed(g, w, dy.dtype), gemm.bound_of_product_transposed(g, w)
 
 

@@ -21,11 +21,8 @@ from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.norm import Norm
 from coat_jax.kernels.rotary import (
     GROWTH,
-    join_heads,
     rotary_backward,
     rotary_backward_cast,
-    rotary_forward,
-    split_heads,
     supports_head_dim,
 )
 from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs, of_heads
@@ -44,7 +41,13 @@ from coat_jax.ops.projection import (
     parameter_gradients,
     project,
 )
-from coat_jax.ops.rotary import Rotary, require_rotary
+from coat_jax.ops.rotary import (
+    Rotary,
+    join_heads,
+    require_rotary,
+    rotary_forward,
+    split_heads,
+)
 from coat_jax.precision import COAT, Precision
 
 Heads = Float[Array, "B S N H"]
@@ -175,4 +178,4 @@ def _operand(dy: Heads, angles: tuple[Array, Array] | None, mode: Mode) -> Opera
         codes = rotary_backward_cast(dy, *angles, scale, dtype, stream=stream)
         return Operand(*codes, scale)
     rotated = join_heads(rotary_backward(dy, *angles))
-    return gemm.scaled(rotated, scale, dtype, "both", mode.implementation, stream=stream)
+    return gemm.operand(rotated, dtype, "both", mode.implementation, scale=scale, stream=stream)

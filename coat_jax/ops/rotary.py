@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from coat_jax.errors import UserError
-from coat_jax.kernels.rotary import rotary_backward, rotary_forward
+from coat_jax.kernels.rotary import rotary_backward
 from coat_jax.ops.checks import require_real
 from coat_jax.validation import Between, Count, require_fields
 
@@ -112,6 +112,26 @@ def require_rotary(rotary: Any, positions: Array, tokens: tuple[int, ...]) -> No
     shape = jax.typeof(positions).shape
     if shape not in (tokens, tokens[-1:]):
         raise ValueError(f"positions {shape} must be one per token: {tokens[-1:]} or {tokens}.")
+
+
+def rotary_forward(
+    x: Float[Array, "B S N H"], cos: Float[Array, "*B S P"], sin: Float[Array, "*B S P"]
+) -> Float[Array, "B S N H"]:
+    """Rotates each head of `x`; P is H / 2."""
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = (jnp.broadcast_to(angles[..., None, :], a.shape) for angles in (cos, sin))
+    rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return rotated.astype(x.dtype)
+
+
+def split_heads(y: Float[Array, "*B S NH"], head_dim: int) -> Float[Array, "*B S N H"]:
+    """Columns as heads. (JAX cannot infer a size given as -1 in an array without elements.)"""
+    return y.reshape(*y.shape[:-1], y.shape[-1] // head_dim, head_dim)
+
+
+def join_heads(y: Float[Array, "*B S N H"]) -> Float[Array, "*B S NH"]:
+    """The inverse of `split_heads`."""
+    return y.reshape(*y.shape[:-2], y.shape[-2] * y.shape[-1])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -110,12 +110,12 @@ def compress(
                     "The wrapped transformation changed the structure of its state, from "
                     f"{structure} to {jax.tree.structure(after)}; compress needs it to stay."
                 )
-        encoded = [
-            _write(e, new, storage, noise.leaf_key(storage.seed, step, leaf), implementation)
-            for leaf, e, new in zip(
-                noise.leaf_ids(state.codes), stored, jax.tree.leaves(after), strict=True
-            )
-        ]
+            encoded = [
+                _write(e, new, storage, step, leaf, implementation)
+                for leaf, e, new in zip(
+                    noise.leaf_ids(state.codes), stored, jax.tree.leaves(after), strict=True
+                )
+            ]
         trees = (
             jax.tree.unflatten(jax.tree.structure(tree), [getattr(e, field) for e in encoded])
             for tree, field in zip(state[1:], Expanded._fields, strict=True)
@@ -186,12 +186,17 @@ def _read(stored: Expanded, storage: Storage, implementation: Implementation | N
 
 
 def _write(
-    stored: Expanded, new: Any, storage: Storage, key: Any, implementation: Implementation | None
+    stored: Expanded,
+    new: Any,
+    storage: Storage,
+    step: Array,
+    leaf: int,
+    implementation: Implementation | None,
 ) -> Expanded:
     """The leaf as it is stored after a step."""
     if not _is_fp8(stored.codes):
         wanted = jnp.result_type(stored.codes)
         same = jnp.result_type(new) == wanted
         return stored._replace(codes=new if same else jnp.asarray(new, wanted))
-    key = noise.distinguish(key, new)
+    key = noise.leaf_key(storage.seed, step, leaf, new)
     return stored_moment.rewrite(stored, new, storage, key, implementation)

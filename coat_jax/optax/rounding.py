@@ -114,7 +114,7 @@ def round_stepped(
         if how == "nearest" or not is_bf16(p):
             leaves[i] = new.astype(jnp.result_type(p))
             continue
-        key = noise.param_key(noise.distinguish(noise.leaf_key(seed, step, number), p, new))
+        key = noise.param_key(noise.leaf_key(seed, step, number, p, new))
         if how == "stochastic":
             leaves[i] = noise.round_to_bfloat16(new, key, run=GROUP_SIZE)
         else:

@@ -120,7 +120,7 @@ def test_values_of_the_format_are_right_to_all_bits():
         ("NOWHERE", "NOWHERE is neither the folder of a run nor one of Hugging Face"),
         ("MODEL --formats FP4", "'FP4' does not name a small float: write E and M"),
         ("MODEL --over group --size 0", "size"),
-        ("MODEL --fit percentile --percentile 9", "percentile=9.0 must be above 50"),
+        ("MODEL --fit percentile --percentile 9", "percentile=9.0 must be a number above 50"),
         ("MODEL --tokens 9", "--tokens is for --text FILE: leave it out."),
         ("MODEL --step 3", "There is no step 3 in"),
         ("MODEL --text EMPTY", "empty.txt has 0 tokens: give 2 or more."),

@@ -9,7 +9,6 @@ import pytest
 import coat_jax as coat
 from coat_jax import E4M3, E5M2, ops
 from coat_jax.kernels import gemm
-from coat_jax.kernels.cast import cast_reference
 from experiments.loss_study import operands
 
 RNG = np.random.default_rng(0)
@@ -32,7 +31,7 @@ def layer(precision=coat.BF16):
 @partial(jax.jit, static_argnums=1)
 def codes_and_scale(x, dtype):
     scale = gemm.tensor_scale(gemm.largest_magnitude(x), dtype)
-    return cast_reference(x, scale, dtype, "straight")[0], scale
+    return gemm.operand(x, dtype, scale=scale).values, scale
 
 
 def in_fp8(x, dtype):

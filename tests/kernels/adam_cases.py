@@ -119,7 +119,6 @@ CASES = [
     hostile("hostile, rounded parameters", "bfloat16", ROUNDED),
     Case("hostile, uneven", ((16, 100),), hostile=True),
     bf16("corrected", SEVERAL_BLOCKS, "bfloat16"),
-    bf16("corrected and rounded stochastically", SEVERAL_BLOCKS, settings=ROUNDED),
     bf16("corrected, skipped", hyper=SKIP),
     bf16("corrected bucket and rest", MIXED),
     bf16("corrected, hostile", HOSTILE, hostile=True),
@@ -150,7 +149,7 @@ def leaves_of(case: Case, seed: int = 0) -> list[Leaf]:
         param = None if case.param is None else normal(shape, 1.0)
         correction = None
         if case.corrected:
-            param, correction = corrections.split(param)
+            param, correction = corrections.split(param, jnp.uint32(128))
         leaves.append(
             Leaf(
                 None if param is None else param.astype(case.param),

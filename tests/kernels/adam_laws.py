@@ -163,20 +163,17 @@ class KernelLaws(StepLaws):
         bits = np.concatenate([special, special | 0x80000000, random, near, near | 0x80000000])
         x = _whole_blocks(bits.view(np.float32))
         noise = jnp.asarray(rng.integers(0, 2**16, x.shape, dtype=np.uint32))
-        for stochastic in (False, True):
-            got = launch(
-                split_block,
-                x,
-                noise,
-                outputs=[jax.ShapeDtypeStruct(x.shape, d) for d in (jnp.bfloat16, jnp.int8)],
-                programs=x.size // SIZE,
-                warps=2,
-                SIZE=SIZE,
-                STOCHASTIC=stochastic,
-            )
-            wanted = corrections.split(x, noise >> 8 if stochastic else None)
-            for a, b in zip(got, wanted, strict=True):
-                _assert_same_bits(a, b)
+        got = launch(
+            split_block,
+            x,
+            noise,
+            outputs=[jax.ShapeDtypeStruct(x.shape, d) for d in (jnp.bfloat16, jnp.int8)],
+            programs=x.size // SIZE,
+            warps=2,
+            SIZE=SIZE,
+        )
+        for a, b in zip(got, corrections.split(x, noise >> 8), strict=True):
+            _assert_same_bits(a, b)
 
 
 def _assert_independent_of_moments(up: np.ndarray) -> None:

@@ -13,8 +13,8 @@ def join_block(values, corrections, joined, SIZE: tl.constexpr):
 
 
 @triton.jit
-def split_block(numbers, noise, values, corrections, SIZE: tl.constexpr, STOCHASTIC: tl.constexpr):
+def split_block(numbers, noise, values, corrections, SIZE: tl.constexpr):
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    value, correction = split(tl.load(numbers + at), tl.load(noise + at), STOCHASTIC)
+    value, correction = split(tl.load(numbers + at), tl.load(noise + at))
     tl.store(values + at, value)
     tl.store(corrections + at, correction)

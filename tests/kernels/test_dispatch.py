@@ -26,21 +26,19 @@ def gpu(monkeypatch):
 def test_a_gpu_that_multiplies_fp8_runs_the_kernels(gpu, capability):
     gpu(capability)
     assert dispatch.choose(None) == dispatch.choose("triton") == "triton"
-    assert dispatch.choose_fp8(None) == "triton"
-    assert dispatch.multiplies_fp8()
+    assert dispatch.choose(None, products=True) == "triton"
 
 
 @pytest.mark.parametrize("capability", [70, 88])
 def test_a_gpu_before_ada_computes_through_xla_and_refuses_fp8(gpu, capability):
     gpu(capability)
     assert dispatch.choose(None) == "xla"
-    assert not dispatch.multiplies_fp8()
     named = f"compute capability {capability / 10:.1f}"
-    with pytest.raises(RuntimeError, match=named):
+    with pytest.raises(UserError, match=named):
         dispatch.choose("triton")
     with pytest.raises(UserError, match=named):
-        dispatch.choose_fp8(None)
-    assert dispatch.choose_fp8("xla") == "xla"
+        dispatch.choose(None, products=True)
+    assert dispatch.choose("xla", products=True) == "xla"
 
 
 @pytest.mark.parametrize(
@@ -58,10 +56,10 @@ def test_what_a_gpu_reports_is_understood(monkeypatch, reported, capability, wor
 def test_a_gpu_of_another_maker_and_no_gpu_compute_through_xla(gpu):
     gpu(0)
     assert dispatch.choose(None) == "xla"
-    with pytest.raises(UserError, match=r"no compute capability; products in FP8 need 8\.9"):
-        dispatch.choose_fp8(None)
+    with pytest.raises(UserError, match=r"no compute capability; .*products in FP8 need 8\.9"):
+        dispatch.choose(None, products=True)
     gpu(None)
-    assert dispatch.choose(None) == dispatch.choose_fp8(None) == "xla"
+    assert dispatch.choose(None) == dispatch.choose(None, products=True) == "xla"
     assert dispatch.target_capability() == 90  # programs are compiled for Hopper ahead of time
     with pytest.raises(ValueError, match="not 'cuda'"):
         dispatch.choose("cuda")

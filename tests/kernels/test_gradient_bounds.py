@@ -41,7 +41,7 @@ def planted(rng, shape, outliers, factor, *, positive=False):
 
 def measured(x, dtype):
     scale = gemm.tensor_scale(gemm.largest_magnitude(x), dtype)
-    return gemm.scaled(x, scale, dtype, "straight", "xla", lengths=True)
+    return gemm.operand(x, dtype, "straight", "xla", scale=scale, lengths=True)
 
 
 @jax.jit
@@ -85,7 +85,7 @@ def of_activation(name, da, bound, saved):
 
 
 def error(x, scale):
-    codes = gemm.scaled(x, scale, E5M2).values
+    codes = gemm.operand(x, E5M2, scale=scale).values
     return jnp.linalg.norm(codes.astype(jnp.float32) * scale - x)
 
 
@@ -129,7 +129,7 @@ def test_a_length_is_that_of_the_rounded_row_whatever_its_size(dtype, size):
     """Squares of 1e30 would overflow, those of 1e-30 become zero; codes do neither."""
     x = size * jax.random.normal(jax.random.key(0), (3, 5, 72))
     scale = gemm.tensor_scale(gemm.largest_magnitude(x), dtype)
-    operand = gemm.scaled(x, scale, dtype, "straight", "xla", lengths=True)
+    operand = gemm.operand(x, dtype, "straight", "xla", scale=scale, lengths=True)
     rounded = np.float64(operand.values) * float(scale)
     np.testing.assert_allclose(operand.lengths, np.linalg.norm(rounded, axis=-1), rtol=1e-6)
 

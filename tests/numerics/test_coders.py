@@ -163,7 +163,7 @@ CODED = {name: there_and_back(coder) for name, coder in TO_NEAREST.items()} | {
 @pytest.mark.parametrize("name", CODED)
 def test_wrong_sizes_and_dtypes_are_refused(name):
     for size in (0, -1, 1.5, True, "16", None):
-        with pytest.raises(ValueError, match=r"size must be a positive whole number"):
+        with pytest.raises(ValueError, match=r"size.*must be a .*whole number"):
             CODED[name](jnp.ones(4), size)
     for dtype in ("int32", "bool", "complex64"):
         with pytest.raises(TypeError, match=rf"x has dtype {dtype}.*real floats"):

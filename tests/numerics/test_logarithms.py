@@ -130,7 +130,7 @@ def test_the_mean_is_right():
         x = np.broadcast_to(group, (4096, 128))
         u = noise.uniform(noise.leaf_key(5, 1, 0), x.shape, run=128)
         y = round_trip(x, stochastic=True, noise=u)[1].astype(np.float64)
-        error = np.maximum(y.std(0), np.sqrt(group * logarithms.FIT.resolution)) / np.sqrt(len(y))
+        error = np.maximum(y.std(0), np.sqrt(group * logarithms.RESOLUTION)) / np.sqrt(len(y))
         assert np.all(np.abs(y.mean(0) - group) <= 6 * error + 2e-4 * group * (group > 2.0**-36))
 
 

@@ -195,7 +195,7 @@ def test_the_gradient_is_that_of_a_cast():
         ({"exponent_bits": 0, "specials": "ieee"}, "Without exponent bits .* none are infinite"),
         ({"zero": False}, "zero=False needs subnormals=False"),
         ({"signed": False, "specials": "fnuz"}, "needs signed=True"),
-        ({"specials": "inf"}, "specials='inf' must be one of none, nan, ieee, fnuz"),
+        ({"specials": "inf"}, "specials='inf' must be 'none' or 'nan' or"),
         ({"bias": 1.5}, "bias=1.5 must be a whole number"),
         ({"bias": 200}, "bias=200 spans .* beyond FP32"),
         ({"exponent_bits": 8}, "beyond FP32.*ieee"),

@@ -66,7 +66,7 @@ def test_keys_of_all_steps_seeds_and_leaves_differ_and_are_those_of_all_leaves()
     assert len(np.unique(steps)) == 2**16
     every_leaf = [*range(512), 2**32 - 1]
     for step in (11, 2**31 - 1):
-        keys = noise.leaf_keys(7, step, every_leaf).tolist()
+        keys = noise.leaf_key(7, step, every_leaf).tolist()
         assert len(set(keys)) == len(every_leaf)
         for leaf in (0, 1, 5, 2**32 - 1):
             assert keys[every_leaf.index(leaf)] == int(noise.leaf_key(7, step, leaf))
@@ -122,7 +122,7 @@ def test_shards_have_keys_of_their_own_and_replicas_the_same(check_vma):
     mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(2, 4), ("x", "y"))
 
     def keys(x):
-        key = noise.distinguish(leaf_key(0, 3, 1), x)
+        key = leaf_key(0, 3, 1, x)
         return jnp.broadcast_to(key, x.shape) + (x * 0).astype(jnp.uint32)
 
     mapped = jax.shard_map(keys, mesh=mesh, in_specs=P("y"), out_specs=P("y"), check_vma=check_vma)
@@ -133,7 +133,7 @@ def test_shards_have_keys_of_their_own_and_replicas_the_same(check_vma):
 
 def test_members_of_a_vmap_have_keys_of_their_own():
     def key(x, shared):
-        return noise.distinguish(leaf_key(0, 3, 1), x, shared)
+        return leaf_key(0, 3, 1, x, shared)
 
     x, shared = jnp.zeros((3, 4, 5)), jnp.ones(5)
     nested = jax.jit(jax.vmap(jax.vmap(key, (0, None)), (0, None)))(x, shared)

@@ -19,7 +19,7 @@ import numpy as np
 
 import coat_jax as coat
 from coat_jax import ops
-from coat_jax.kernels.cast import cast_reference
+from coat_jax.kernels import gemm
 from coat_jax.numerics.blocks import from_blocks, to_blocks
 from coat_jax.numerics.formats import format_of
 
@@ -116,21 +116,20 @@ def nearest(x, dtype):
     return x.astype(dtype).astype(np.float64)
 
 
-round_at_random = jax.jit(cast_reference, static_argnames=("dtype", "layout", "stream"))
+round_at_random = jax.jit(gemm.operand, static_argnames=("dtype", "stream"))
 
 
 def rounded(x, dtype, stream=None):
     """What FP8 makes of a tensor with one scale, in FP64.
 
-    Stochastic rounding, with a stream, is that of `cast_reference`, which has laws of its own.
+    Stochastic rounding, with a stream, is that of `gemm.operand`, which has laws of its own.
     """
     x = np.asarray(x, np.float64)
     scale = least_power(np.max(np.abs(x), initial=0), dtype)
     if stream is None:
         return nearest(x / scale, dtype) * scale
     x, at = np.float32(x), np.float32(scale)
-    codes, _ = round_at_random(x, at, dtype, "straight", stream=stream)
-    return np.float64(codes) * scale
+    return np.float64(round_at_random(x, dtype, scale=at, stream=stream).values) * scale
 
 
 def rounded_blocks(x, dtype, size):

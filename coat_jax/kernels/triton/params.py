@@ -25,12 +25,11 @@ def store_param(
     p, param, correction, start, offsets, mask, key, group,
     CORRECTED: tl.constexpr, STOCHASTIC: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Rounds and stores parameters; `key` of the leaf and `group` are what STOCHASTIC hashes."""
-    noise = 0
-    if STOCHASTIC:
+    """Rounds and stores parameters: at random if CORRECTED or STOCHASTIC, by `key` and `group`."""
+    if CORRECTED or STOCHASTIC:
         noise, _ = noise_bits(mix(key ^ 0x5BD1E995), group, 0, 0, GROUP)
     if CORRECTED:
-        p, corrected = split(p, noise, STOCHASTIC)
+        p, corrected = split(p, noise)
         tl.store(correction + start + offsets, corrected, mask=mask)
     elif STOCHASTIC:
         bits = p.to(tl.uint32, bitcast=True) + noise
@@ -62,13 +61,10 @@ def join(value, correction):
 
 
 @triton.jit
-def split(x, noise, STOCHASTIC: tl.constexpr):
+def split(x, noise):
     """The BF16 numbers and their corrections; `noise` has 16 random bits."""
     bits = tl.where(x == x, x.to(tl.uint32, bitcast=True), 0x7FC00000)  # noqa: PLR0124
-    if STOCHASTIC:
-        bits += noise >> 8
-    else:
-        bits += 0x7F + ((bits >> 8) & 1)
+    bits += noise >> 8
     correction = (bits >> 8).to(tl.int8)
     value = ((bits + 0x8000) >> 16).to(tl.uint16)
     return value.to(tl.bfloat16, bitcast=True), correction

@@ -256,7 +256,7 @@ def scale_by_fp8_muon(
             m = beta * (storage.read(mu, storage.first) * column) + (1 - beta) * g32
             corrected.append(_bias_corrected(m, g32, beta, count, nesterov))
             columns.append(_magnitude_of_columns(m, matrix, storage))
-            key = noise.distinguish(noise.leaf_key(storage.seed, count, leaf), g)
+            key = noise.leaf_key(storage.seed, count, leaf, g)
             stored.append(storage.write_momentum(m / columns[-1], key, beta))
         stacks = orthogonalize(
             [matrix.stack(m) for m, matrix in zip(corrected, matrices, strict=True)],

@@ -201,7 +201,7 @@ def fit_metadata(tree: Any, params: Any) -> Any:
             if isinstance(axes, tuple | jax.sharding.PartitionSpec):
                 keep = list(equal)
                 for i, (axis, n) in enumerate(zip(axes, size, strict=False)):
-                    known = all(name in mesh.shape for name in mesh_axes.names(axis))
+                    known = all(name in mesh.shape for name in jax.tree.leaves(axis))
                     shards = mesh_axes.shards(axis, mesh) if known else jax.device_count()
                     keep[i] = keep[i] or n % shards == 0
                 fitted[name] = _restricted(axes, keep)
