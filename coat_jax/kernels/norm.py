@@ -86,7 +86,8 @@ def statistics(x: Float[Array, "*rows D"], norm: Norm) -> Stats:
 
 def normalize(x: Float[Array, "*rows D"], stats: Stats, norm: Norm) -> Float[Array, "*rows D"]:
     """The norm of `x`, in FP32."""
-    y = _centered(x, stats) * stats.inverse
+    y = x.astype(jnp.float32)
+    y = (y if stats.mean is None else y - stats.mean) * stats.inverse
     if norm.scale is not None:
         y = y * jnp.broadcast_to(norm.scale.astype(jnp.float32), y.shape)
     if norm.shift is not None:
@@ -99,7 +100,7 @@ def normalize_backward(
 ) -> tuple[Float[Array, "*rows D"], Norm]:
     """The gradients of `x`, in FP32, and of the norm's parameters."""
     dy = dy.astype(jnp.float32)
-    unit = _centered(x, stats) * stats.inverse
+    unit = normalize(x, stats, dataclasses.replace(norm, scale=None, shift=None))
     rows = tuple(range(x.ndim - 1))
     d_scale = d_shift = None
     if norm.shift is not None:
@@ -132,11 +133,6 @@ def bound_of_norm(norm: Norm, columns: int, rounding: float = 0.0) -> Float[Arra
     if norm.shift is not None:
         largest = largest + jnp.max(jnp.abs(norm.shift)).astype(jnp.float32)
     return largest
-
-
-def _centered(x: Float[Array, "*rows D"], stats: Stats) -> Float[Array, "*rows D"]:
-    x = x.astype(jnp.float32)
-    return x if stats.mean is None else x - stats.mean
 
 
 # --- Kernels ---------------------------------------------------------------------------------

@@ -45,14 +45,12 @@ def _initializer(
     module: Callable[..., Any], stacked: Any, mesh: Mesh
 ) -> Callable[[jax.Array], Any]:
     """Makes the parameters of a model from a key, in a program that models of a config share."""
-
-    def initialize(key: jax.Array) -> Any:
-        return nnx.state(module(stacked, rngs=nnx.Rngs(key)))
-
     shardings = None
     if not mesh.empty:
         shardings = nnx.get_named_sharding(abstract(stacked, mesh=mesh, module=module)[1], mesh)
-    return jax.jit(initialize, out_shardings=shardings)
+    return jax.jit(
+        lambda key: nnx.state(module(stacked, rngs=nnx.Rngs(key))), out_shardings=shardings
+    )
 
 
 def _unstack(stack: str, values: Any, state: Any) -> Any:
@@ -102,8 +100,9 @@ def abstract(
 
 def with_shardings(state: Any, mesh: Mesh) -> Any:
     """The shapes and dtypes of a state, with the shardings on a mesh that its variables name."""
-
-    def with_sharding(path: Any, leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    shardings = nnx.get_named_sharding(state, mesh)
+    named = jax.tree.leaves_with_path(state)
+    for (path, leaf), sharding in zip(named, jax.tree.leaves(shardings), strict=True):
         try:
             sharding.shard_shape(leaf.shape)
         except ValueError:
@@ -112,9 +111,11 @@ def with_shardings(state: Any, mesh: Mesh) -> Any:
                 f"{name} of shape {leaf.shape} cannot be sharded as {sharding.spec} on a mesh of "
                 f"{dict(mesh.shape)}: choose axes that divide it (a vocabulary may be padded)."
             ) from None
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    return jax.tree.map_with_path(with_sharding, state, nnx.get_named_sharding(state, mesh))
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        state,
+        shardings,
+    )
 
 
 def _checked_mesh(config: Any, mesh: Mesh | None) -> Mesh:

@@ -165,12 +165,10 @@ def _gather(w: Float[Array, "D V"]) -> Float[Array, "D V"]:
 def _dot_in_fp32(a: Array, b: Array, axes: Any) -> Array:
     """`jnp.tensordot` of arrays in their own dtypes, with sums and result in FP32."""
     dot = partial(jnp.tensordot, axes=axes, preferred_element_type=jnp.float32)
-
-    def in_fp32(a: Array, b: Array) -> Array:
-        return dot(a.astype(jnp.float32), b.astype(jnp.float32))
-
     # XLA's CPU backend compiles BF16 products in some layouts that it then cannot run.
-    return lax.platform_dependent(a, b, cpu=in_fp32, default=dot)
+    return lax.platform_dependent(
+        a, b, cpu=lambda *ab: dot(*(x.astype(jnp.float32) for x in ab)), default=dot
+    )
 
 
 def _chunks(x: Array, chunk: int, axis: int, fill: int) -> Array:

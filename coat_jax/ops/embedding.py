@@ -49,15 +49,9 @@ def in_int32(name: str, tokens: Int[Array, "..."]) -> Int[Array, "..."]:
     return jnp.asarray(inside.astype(np.int32))
 
 
-def _rows(table: Array, tokens: Array) -> Array:
-    return table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
-
-
-_embedding = jax.custom_vjp(_rows)
-
-
 def _forward(table: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _rows(table, tokens), (table, tokens)
+    rows = table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+    return rows, (table, tokens)
 
 
 def _backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, None]:
@@ -69,4 +63,5 @@ def _backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, None]
     return summed.astype(table.dtype), None
 
 
+_embedding = jax.custom_vjp(lambda table, tokens: _forward(table, tokens)[0])
 _embedding.defvjp(_forward, _backward)

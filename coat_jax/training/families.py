@@ -40,20 +40,16 @@ class Family(NamedTuple):
     hf: Any = None
 
 
-def _rows_of_text(
-    model: models.Config, data: DataConfig, split: Split, sequence: int, seed: int
-) -> Rows:
-    return rows_of(data, split=split, sequence=sequence, vocab=model.vocab, seed=seed)
-
-
-def _row_of_text(_: models.Config, sequence: int) -> Batch:
-    tokens: Any = jax.ShapeDtypeStruct((sequence,), jnp.int32)
-    return Batch(tokens, tokens)
-
-
 FAMILIES = {
     "llama": Family(
-        models.Llama, models.Config, DataConfig, _rows_of_text, _row_of_text, models.hf
+        models.Llama,
+        models.Config,
+        DataConfig,
+        rows=lambda model, data, split, sequence, seed: rows_of(
+            data, split=split, sequence=sequence, vocab=model.vocab, seed=seed
+        ),
+        example=lambda _, sequence: Batch(*[jax.ShapeDtypeStruct((sequence,), jnp.int32)] * 2),
+        hf=models.hf,
     ),
 }
 

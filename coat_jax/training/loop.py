@@ -150,8 +150,12 @@ class _Run:
             if self.metrics.failure is not None:
                 self.stop.request()
             stopped = self.stop.is_requested()
-            evaluates = _is_due(self.step, config.evaluation.every, config.total_steps)
-            saves = stopped or _is_due(self.step, config.checkpoint.every, config.total_steps)
+            at_end = self.step == config.total_steps
+            evaluates, saves = (
+                part.every > 0 and (at_end or self.step % part.every == 0)
+                for part in (config.evaluation, config.checkpoint)
+            )
+            saves |= stopped
             if not evaluates and not saves:
                 continue
             recorder.flush()
@@ -159,23 +163,20 @@ class _Run:
                 held_out, statistics = self.evaluation.measure(self.state.params)
                 recorder.take_held_out(self.step, held_out, statistics)
             if saves:
-                self._save(held_out if evaluates else None)
+                self.metrics.sync()  # records are on the disk before the checkpoint
+                extra = {
+                    "data": self.data.state(),
+                    "seconds": recorder.seconds,  # in all its processes
+                    "config": to_json(config),
+                }
+                loss = held_out if evaluates else None
+                self.checkpoints.save(self.step, self.state, extra, loss=loss)
             recorder.pause(self.step)
         recorder.flush()
         if self.metrics.failure is not None:
             raise self.metrics.failure
         stopped = stopped and self.step < config.total_steps
         return Outcome(self.step, recorder.loss, held_out, stopped)
-
-    def _save(self, loss: float | None) -> None:
-        """Saves a checkpoint; its records are on the disk before it."""
-        self.metrics.sync()
-        extra = {
-            "data": self.data.state(),
-            "seconds": self.recorder.seconds,  # in all its processes
-            "config": to_json(self.setup.config),
-        }
-        self.checkpoints.save(self.step, self.state, extra, loss=loss)
 
 
 def _compile_telemetry(
@@ -190,7 +191,3 @@ def _compile_telemetry(
         return None
     note(f"Compiled the telemetry in {time.perf_counter() - begin:.1f} s.")
     return telemetry
-
-
-def _is_due(step: int, every: int, last: int) -> bool:
-    return every > 0 and (step == last or step % every == 0)

@@ -56,12 +56,14 @@ class State(NamedTuple):
 
 def split_trained(config: TrainConfig, params: Any) -> tuple[Any, Any]:
     """Returns the parameters that have gradients and moments, and the rest of a model's state."""
-
-    def is_trained(path: tuple[Any, ...], variable: Any) -> bool:
-        is_param = issubclass(getattr(variable, "type", type(variable)), nnx.Param)
-        return is_param and not any(fnmatchcase(dotted_name(path), glob) for glob in config.frozen)
-
-    trained, rest = nnx.split_state(params, is_trained, ...)
+    trained, rest = nnx.split_state(
+        params,
+        lambda path, variable: (
+            issubclass(getattr(variable, "type", type(variable)), nnx.Param)
+            and not any(fnmatchcase(dotted_name(path), glob) for glob in config.frozen)
+        ),
+        ...,
+    )
     return trained, rest
 
 

@@ -183,14 +183,12 @@ def require_storable(state: Any) -> None:
         raise ValueError(f"{where} {reason}.")
 
 
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key)
-
-
 def _to_array(leaf: Any) -> Any:
     """What is stored for a leaf; of a ShapeDtypeStruct, its description."""
-    if not _is_key(leaf):
-        return np.asarray(leaf) if isinstance(leaf, NUMBERS) else leaf
+    if isinstance(leaf, NUMBERS):
+        return np.asarray(leaf)
+    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return leaf
     if isinstance(leaf, jax.Array):
         return jax.random.key_data(leaf)
     data = jax.eval_shape(jax.random.key_data, leaf)  # with one more axis
@@ -201,10 +199,12 @@ def _to_array(leaf: Any) -> Any:
 
 def _from_array(leaf: Any, array: Any) -> Any:
     """Restores what `_to_array` stored."""
-    if _is_key(leaf):
-        implementation = jax.random.key_impl(jax.random.key(0, dtype=leaf.dtype))
-        return jax.random.wrap_key_data(array, impl=implementation)
-    return type(leaf)(array.item()) if isinstance(leaf, NUMBERS) else array
+    if isinstance(leaf, NUMBERS):
+        return type(leaf)(array.item())
+    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return array
+    implementation = jax.random.key_impl(jax.random.key(0, dtype=leaf.dtype))
+    return jax.random.wrap_key_data(array, impl=implementation)
 
 
 def _require_same(path: Path, stored: Any, like: Any) -> None:

@@ -104,14 +104,18 @@ def saved_activations(config: models.ModelConfig, rows: int, sequence: int) -> i
         lambda row: jax.ShapeDtypeStruct((rows, *row.shape), row.dtype),
         family.example(config, sequence),
     )
-
-    def pull(params: Any, batch: Any) -> Any:
-        return jax.vjp(lambda p: nnx.merge(graph, p).loss(batch).mean, params)[1]
-
     # Parameters are saved by reference, or cast.
     weights = {leaf.shape for leaf in jax.tree.leaves(params)}
-    saved = jax.tree.leaves(jax.eval_shape(pull, params, batch))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in saved if leaf.shape not in weights)
+    pullback = jax.eval_shape(
+        lambda params, batch: jax.vjp(lambda p: nnx.merge(graph, p).loss(batch).mean, params)[1],
+        params,
+        batch,
+    )
+    return sum(
+        leaf.size * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(pullback)
+        if leaf.shape not in weights
+    )
 
 
 def table(memory: DeviceMemory) -> Table:
