@@ -21,6 +21,8 @@ from suites import ENDINGS, NEEDED, SUITES
 
 # XLA's CUDA plugin looks for CUDA's libraries, which compiling does not need.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+# Programs do not say which lines of Python they come from: that is a thirtieth of the time.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 DEVICES = "--xla_force_host_platform_device_count=8"
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 # Bytes of a worker: all together leave most of the machine to others.

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh
 from coat_jax.errors import UserError
 from coat_jax.models.llama import Llama
 from coat_jax.models.protocol import ModelConfig
+from coat_jax.precision import BF16
 from coat_jax.validation import Seed, require
 
 
@@ -34,7 +35,9 @@ def create(
     """
     mesh, seed = _checked_mesh(config, mesh), require("seed", seed, Seed)
     graph, state = abstract(config, mesh=mesh, module=module)
-    initialize = _initializer(module, dataclasses.replace(config, scan=True), mesh)
+    # Neither changes the values: models in BF16 and in FP8 share a program.
+    stacked = dataclasses.replace(config, scan=True, precision=BF16, remat=None)
+    initialize = _initializer(module, stacked, mesh)
     with jax.set_mesh(mesh):
         values = initialize(jax.random.key(seed))
     return nnx.merge(graph, values if config.scan else _unstack(config.STACK, values, state))
@@ -44,7 +47,7 @@ def create(
 def _initializer(
     module: Callable[..., Any], stacked: Any, mesh: Mesh
 ) -> Callable[[jax.Array], Any]:
-    """Makes the parameters of a model from a key, in a program that models of a config share."""
+    """Makes the parameters of a model from a key, in a program that models of a kind share."""
     shardings = None
     if not mesh.empty:
         shardings = nnx.get_named_sharding(abstract(stacked, mesh=mesh, module=module)[1], mesh)
