@@ -46,11 +46,11 @@ def test_every_optimizer_is_compared_on_both_models_if_there_is_a_gpu():
 def test_a_layer_is_what_is_between_two_stacks(monkeypatch):
     monkeypatch.setattr("experiments.layers.medians_ms", lambda runs: [3.0, 7.0])
     sizes = Sizes(32, 16, 1, 16)
-    stacks = {depth: in_jax.prepare(sizes, depth, in_jax.PRESETS["COAT"]) for depth in (1, 2)}
-    layer = _marginal("COAT", measure(stacks))
+    stacks = {depth: in_jax.prepare(sizes, depth, in_jax.PRESETS["BF16"]) for depth in (1, 2)}
+    layer = _marginal("BF16", measure(stacks))
     assert layer["ms"] == layer["forward_ms"] == 4.0
     w = in_jax.abstract_weights(sizes)
-    function, arrays = in_jax.operators(sizes, in_jax.PRESETS["COAT"])["forward"]
+    function, arrays = in_jax.operators(sizes, in_jax.PRESETS["BF16"])["forward"]
     assert layer["saved_bytes"] == in_jax.saved_bytes(function, w, *arrays)
 
 
