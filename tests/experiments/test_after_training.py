@@ -98,16 +98,16 @@ def test_what_is_done_after_training_decides_a_result(rows, call_of, monkeypatch
 def test_a_run_that_was_stopped_goes_on_where_it_was(
     job_of, after, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    some = ("int8 mse static", "fp8 percentile none")
+    some = ("int8 mse static", "int8 max dynamic", "fp8 percentile none")
     monkeypatch.setattr(quantizing, "RECIPES", {name: recipes.RECIPES[name] for name in some})
     monkeypatch.setattr(quantizing, "AFTER_FURTHER", some[:1])
     monkeypatch.setattr(quantizing, "FURTHER", {"int8": recipes.FURTHER["int8"]})
     monkeypatch.setattr(recipes, "FURTHER_STEPS", 2)
     monkeypatch.setattr(recipes, "CALIBRATION", 4)
-    with pytest.raises(Stopped):  # after four steps and two measurements
-        quantizing.measure(job_of(STUDY, "products", asked=after(4 + 2)))
+    with pytest.raises(Stopped):  # after four steps and three measurements
+        quantizing.measure(job_of(STUDY, "products", asked=after(4 + 3)))
     measured = json.loads((tmp_path / "run" / "measured.json").read_text())
-    assert list(measured) == ["held out", "int8 mse static"]
+    assert list(measured) == ["held out", "int8 mse static", "int8 max dynamic"]
     (whole,) = quantizing.measure(job_of(STUDY, "products"))
     assert whole["held_out"] == measured["held out"]
     assert list(whole["quantized"]) == list(some)

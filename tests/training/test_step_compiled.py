@@ -121,7 +121,7 @@ def test_llama2_7b_is_sharded_in_four_by_tensor_parallelism():
     """Its hidden width, 11008, is 86 times 128: no multiple of four GPUs. Nor are two key heads."""
     how = {"batch": 8, "sequence": 2048, "kv_heads": 2}
     program, memory, _ = compiled("llama2_7b", (1, 1, 4), **how)
-    assert memory.peak < 31 * GB
+    assert memory.peak < 30.1 * GB
     # Weights for casts, and for the optimizer with its codes, whose groups are not whole.
     for dtype, shape in moved(program, "all-gather"):
         assert dtype in ("f8e4m3fn", "bf16", "s8", "u8"), (dtype, shape)
