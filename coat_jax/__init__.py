@@ -30,6 +30,7 @@ from coat_jax.numerics.formats import E4M3 as E4M3
 from coat_jax.numerics.formats import E5M2 as E5M2
 from coat_jax.precision import BF16 as BF16
 from coat_jax.precision import COAT as COAT
+from coat_jax.precision import COAT_BF16_FORWARD as COAT_BF16_FORWARD
 from coat_jax.precision import COAT_INT8 as COAT_INT8
 from coat_jax.precision import COAT_LEAN as COAT_LEAN
 from coat_jax.precision import COAT_PAPER as COAT_PAPER

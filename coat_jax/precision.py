@@ -1,25 +1,29 @@
 """Which products of a model run in FP8, and what it saves for the backward pass in FP8.
 
-    preset        linear layers    saved by norms, activations    saved by attention
-    BF16          unchanged        unchanged                      unchanged
-    FP8_LINEAR    FP8              unchanged                      unchanged
-    COAT          FP8              FP8 in blocks of 16            unchanged
-    COAT_LEAN     FP8              FP8 in blocks of 16            FP8 in blocks of 16
-    COAT_INT8     INT8 and FP8     FP8 in blocks of 16            unchanged
-    COAT_PAPER    FP8              FP8 in blocks of 16            unchanged
+                         products of linear layers    saved by norms
+    preset               forward      backward        and activations      by attention
+    BF16                 unchanged    unchanged       unchanged            unchanged
+    FP8_LINEAR           FP8          FP8             unchanged            unchanged
+    COAT                 FP8          FP8             FP8 in blocks        unchanged
+    COAT_LEAN            FP8          FP8             FP8 in blocks        FP8 in blocks
+    COAT_INT8            INT8         FP8             FP8 in blocks        unchanged
+    COAT_BF16_FORWARD    unchanged    FP8             FP8 in blocks        unchanged
+    COAT_PAPER           FP8          FP8             FP8 in blocks        unchanged
 
-"Unchanged" is the dtype of the arrays: BF16, if a model computes in BF16. COAT_INT8 is COAT with
-forward products in INT8, whose error is smaller where an input has no outliers. COAT_PAPER is COAT
-as the paper describes it: its forward pass continues with the rounded values that it saves, while
-COAT continues with the exact ones; and it rounds saved values to nearest, not stochastically. For
-an ablation, change one field with `dataclasses.replace`.
+"Unchanged" is the dtype of the arrays: BF16, if a model computes in BF16. Blocks have 16 numbers.
+The loss of 8-bit training is made by forward products. In INT8 they make less of it where inputs
+have no outliers, and unchanged they make none: COAT_BF16_FORWARD takes the memory of COAT and
+rounds only what the backward pass uses. COAT_PAPER is COAT as the paper describes it: its forward
+pass continues with the rounded values that it saves, while COAT continues with the exact ones; and
+it rounds saved values to nearest, not stochastically. For an ablation, change one field with
+`dataclasses.replace`.
 
 A format may also be a `Minifloat`, or its name, as in `forward="E3M4"`: then XLA simulates it, on
 any device, and memory and time are not those of FP8.
 """
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from jax.typing import DTypeLike
 
@@ -30,6 +34,7 @@ from coat_jax.validation import brief, require_fields
 
 LEAST_MAX = 2.0**-16  # the largest value of a simulated format must be greater
 Block = Annotated[int, (16, 32, 64, 128)]
+ForwardProducts = Literal["fp8", "int8", "bf16"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +55,11 @@ class Precision:
         stochastic: whether values that are saved for the backward pass alone are rounded
             stochastically, up or down at random and right on average, instead of to nearest.
             Values that the forward pass computes with, too, are always rounded to nearest.
-        int8_forward: whether the forward pass multiplies in INT8, with one scale for each token of
-            an input and each column of a weight. Its products then have a fraction of the error of
-            FP8, unless some columns of an input are more than ten times as large as the others
-            (`coat.quantization.balance` makes such outliers smaller). The backward pass and
-            the saved values are the same as without it.
+        forward_products: what the forward pass multiplies: "fp8"; "int8", with one scale for each
+            token of an input and each column of a weight; or "bf16", the arrays in their own dtype.
+            Products in INT8 have a fraction of the error of FP8, unless some columns of an input
+            are more than ten times as large as the others (`coat.quantization.balance` makes such
+            outliers smaller). The backward pass and the saved values are the same for all three.
         stochastic_backward: whether the backward pass also rounds the operands of its products
             stochastically: gradients, and inputs that it recomputes. This takes longer, and no
             effect on the loss has been found. Weights are always rounded to nearest.
@@ -68,7 +73,7 @@ class Precision:
     exact_forward: bool = True
     stochastic: bool = True
     stochastic_backward: bool = False
-    int8_forward: bool = False
+    forward_products: ForwardProducts = "fp8"
 
     def __post_init__(self) -> None:
         require_fields(self)
@@ -79,11 +84,12 @@ class Precision:
                 "forward and backward cannot both be E5M2: GPUs cannot multiply E5M2 by E5M2. "
                 "Use E4M3 for one of them."
             )
-        if self.int8_forward and not (self.fp8_linear and self.exact_forward):
+        if self.forward_products != "fp8" and not (self.fp8_linear and self.exact_forward):
             field = "exact_forward" if self.fp8_linear else "fp8_linear"
             raise UserError(
-                f"int8_forward=True needs {field}=True: it replaces the FP8 products of the "
-                "forward pass, and its inputs must not have been rounded before."
+                f"forward_products={self.forward_products!r} needs {field}=True: it replaces the "
+                "FP8 products of the forward pass, and their inputs must not have been rounded "
+                "before."
             )
 
     @property
@@ -125,10 +131,11 @@ PRESETS = {
     "fp8_linear": Precision(block=None),
     "coat": Precision(),
     "coat_lean": Precision(attention_block=16),
-    "coat_int8": Precision(int8_forward=True),
+    "coat_int8": Precision(forward_products="int8"),
+    "coat_bf16_forward": Precision(forward_products="bf16"),
     "coat_paper": Precision(exact_forward=False, stochastic=False),
 }
-BF16, FP8_LINEAR, COAT, COAT_LEAN, COAT_INT8, COAT_PAPER = PRESETS.values()
+BF16, FP8_LINEAR, COAT, COAT_LEAN, COAT_INT8, COAT_BF16_FORWARD, COAT_PAPER = PRESETS.values()
 
 
 def precision_of(name: str | Precision) -> Precision:

@@ -16,7 +16,8 @@ TABLE = {
     "fp8_linear": (coat.FP8_LINEAR, True, None, None, True, True),
     "coat": (coat.COAT, True, 16, None, True, True),
     "coat_lean": (coat.COAT_LEAN, True, 16, 16, True, True),
-    "coat_int8": (coat.COAT_INT8, True, 16, None, True, True, False, True),
+    "coat_int8": (coat.COAT_INT8, True, 16, None, True, True, False, "int8"),
+    "coat_bf16_forward": (coat.COAT_BF16_FORWARD, True, 16, None, True, True, False, "bf16"),
     "coat_paper": (coat.COAT_PAPER, True, 16, None, False, False),
 }
 
@@ -58,6 +59,7 @@ REFUSED = {
     "block": (BLOCKS, "must be .* among 16, 32, 64, 128"),
     "attention_block": (BLOCKS, "must be .* among 16, 32, 64, 128"),
     "exact_forward": ([1, None, "true"], "must be True or False"),
+    "forward_products": (["FP8", "fp16", None, True], "must be 'fp8' or 'int8' or 'bf16'"),
 }
 
 
@@ -69,10 +71,11 @@ def test_other_values_are_refused(name):
             Precision(**{name: value})
 
 
+@pytest.mark.parametrize("products", ["int8", "bf16"])
 @pytest.mark.parametrize("name", ["fp8_linear", "exact_forward"])
-def test_forward_products_in_int8_need_other_fields(name):
-    with pytest.raises(UserError, match=f"int8_forward=True needs {name}=True"):
-        Precision(int8_forward=True, **{name: False})
+def test_other_forward_products_need_other_fields(name, products):
+    with pytest.raises(UserError, match=f"forward_products='{products}' needs {name}=True"):
+        Precision(forward_products=products, **{name: False})
 
 
 @pytest.mark.parametrize("name", ["fp8", "", "coat-lean", None, 8, E4M3])

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from coat_jax.errors import UserError
+from coat_jax.precision import PRESETS
 
 STEP = "step of a run's checkpoint; by default the newest intact one"
 
@@ -14,7 +15,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("where", type=Path, metavar="WHERE", help="the folder of a model")
     add("--tokenizer", metavar="FILE", help='a tokenizer.json, or "bytes"')
-    add("--precision", help="bf16, fp8_linear, coat, coat_lean, coat_int8 or coat_paper")
+    add("--precision", help=f"one of {', '.join(PRESETS)}")
     add("--step", type=int, help=STEP)
 
 

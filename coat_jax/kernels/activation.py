@@ -36,6 +36,7 @@ from coat_jax.kernels.sharding import as_3d, launch_sharded
 from coat_jax.numerics.blocks import Blocks, block_numbers, power_of_two
 from coat_jax.numerics.formats import format_of
 from coat_jax.numerics.noise import element_numbers
+from coat_jax.precision import ForwardProducts
 
 # The activations that the Triton kernels compute. XLA computes any other of ACTIVATIONS.
 HAVE_KERNELS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
@@ -134,7 +135,7 @@ def activation_forward(
     *,
     exact: bool,
     stochastic: bool = False,
-    in_int8: bool = False,
+    products: ForwardProducts = "fp8",
 ) -> tuple[tuple[Blocks, ...], Array | None, Float[Array, "B S M"]]:
     """Blocks of `hidden`, with rows [B, S]; the activation's codes; the maxima of its magnitudes.
 
@@ -142,8 +143,9 @@ def activation_forward(
     `antithetic=True`, because it is multiplied by the gate's activation.
 
     If not `exact`, the maxima are of the activation of the decoded blocks, and there are no codes.
-    If `exact`, each maximum sets the scale of its codes: in FP8 a power of two, with `in_int8` the
-    scale that maps the maximum to 127. A maximum then covers the activations of hidden and of its
+    If `exact`, each maximum sets the scale of its codes: for products in FP8 a power of two, in
+    INT8 the scale that maps the maximum to 127. For products in "bf16" the codes are the activation
+    itself, in the dtype of hidden. A maximum then covers the activations of hidden and of its
     decoded blocks, because the backward pass recomputes the latter with the scale of the forward
     pass. Unscaled INT8 products in hidden are scaled here.
     """
@@ -152,18 +154,18 @@ def activation_forward(
         activation_forward_tile,
     )
 
-    products = [h for h in hidden if isinstance(h, int8.Product)]
+    unscaled = [h for h in hidden if isinstance(h, int8.Product)]
     values = [as_3d(h.sums if isinstance(h, int8.Product) else h) for h in hidden]
     first, within = block_numbers(values[0].shape, size) if stochastic else (None, None)
     per_maximum = max(size, COLUMNS_PER_MAXIMUM)
     scales: list[tuple[Array | None, str]] = []
     if exact:
         scales = [(None, "")] * 3
-    if products:
-        scales = [(products[0].row_scale, "b s")]
-        scales += [(products[i].column_scale, "f") for i in (0, -1)]
+    if unscaled:
+        scales = [(unscaled[0].row_scale, "b s")]
+        scales += [(unscaled[i].column_scale, "f") for i in (0, -1)]
     blocked = [("b s f", dtype), (f"b s f/{size}", jnp.uint8)]
-    codes = [("b s f", jnp.int8 if in_int8 else dtype)]
+    used = {"fp8": dtype, "int8": jnp.int8, "bf16": values[0].dtype}[products]
     *stored, maxima = launch_sharded(
         activation_forward_exact_tile if exact else activation_forward_tile,
         [
@@ -173,7 +175,7 @@ def activation_forward(
             (first, "b s"),
             (within, f"f/{size}"),
         ],
-        [*blocked, *blocked, *codes * exact, (f"b s f/{per_maximum}", jnp.float32)],
+        [*blocked, *blocked, *[("b s f", used)] * exact, (f"b s f/{per_maximum}", jnp.float32)],
         partial(divide, tile=EXACT if exact else FORWARD, block=size),
         ACT=Constants(act, len(values) == 2, stochastic, per_maximum),
         F8=format_of(dtype),

@@ -151,7 +151,7 @@ def product_of_codes(x: Array, w: Array, dtype: DTypeLike) -> Array:
         raise UserError(
             f"A sum of {x.shape[-1]} products of INT8 codes may exceed INT32: "
             f"{MOST_INT8_COLUMNS} is the most. Use FP8 for a layer with so many inputs: a "
-            "precision without int8_forward, such as coat.COAT, or weights quantized to FP8."
+            "precision with other forward_products, such as coat.COAT, or weights quantized to FP8."
         )
     dimensions = (((x.ndim - 1,), (1,)), ((), ()))
     return lax.dot_general(x, w, dimensions, preferred_element_type=jnp.int32)

@@ -30,6 +30,7 @@ from coat_jax.kernels.sharding import as_3d, launch_sharded
 from coat_jax.numerics.blocks import Blocks, block_numbers
 from coat_jax.numerics.formats import format_of
 from coat_jax.numerics.noise import NoiseStream, element_numbers
+from coat_jax.precision import ForwardProducts
 
 NormKind = Literal["rms", "layer"]
 KINDS = ("rms", "layer")
@@ -163,14 +164,14 @@ def norm_forward(
     *,
     exact: bool = False,
     stochastic: bool = False,
-    in_int8: bool = False,
+    products: ForwardProducts = "fp8",
 ) -> tuple[Blocks, Stats, Array, Float[Array, "B S"] | None]:
-    """Blocks of `x`, with rows [B, S]; its statistics; and norm(x) / scale as FP8 codes.
+    """Blocks of `x`, with rows [B, S]; its statistics; and norm(x) as an operand of products.
 
     Statistics and norm are of the values that the blocks decode to, or of `x` itself if `exact`.
-    The blocks are rounded to nearest, or like `to_blocks(stochastic=True)`. With `in_int8` the
-    codes are those of `int8.round_rows`, whose largest magnitudes are the last result; `scale` is
-    not used.
+    The blocks are rounded to nearest, or like `to_blocks(stochastic=True)`. The operand is norm(x)
+    / scale as FP8 codes; or those of `int8.round_rows`, whose largest magnitudes are the last
+    result; or, if products are in "bf16", norm(x) in the dtype of x.
     """
     from coat_jax.kernels.triton.norm import norm_forward_row, norm_forward_row_int8
 
@@ -182,6 +183,7 @@ def norm_forward(
         )
 
     row, number = "b s !d", ("b s !one", jnp.float32)
+    in_int8, used = products == "int8", {"fp8": dtype, "int8": jnp.int8, "bf16": x.dtype}[products]
     numbers = block_numbers(x.shape, size).first if stochastic else None
     constants = _constants(norm, x.shape[-1], size)._replace(exact=exact, stochastic=stochastic)
     codes, exponents, inverse, mean, normalized, *largest = launch_sharded(
@@ -189,7 +191,7 @@ def norm_forward(
         [(x, row), (numbers, "b s"), *[(scale, "")] * (not in_int8), *_parameters(norm, "!d")],
         [
             *((row, dtype), (f"{row}/{size}", jnp.uint8), number, number),
-            *((row, jnp.int8 if in_int8 else dtype), *[number] * in_int8),
+            *((row, used), *[number] * in_int8),
         ],
         partial(_rows, warps=min(_warps(x.shape[-1]), 8)),
         NORM=constants,

@@ -35,8 +35,8 @@ def formats_of(module: Any, precision: Precision) -> str:
     """Names what `convert_layer` makes of a layer."""
     if isinstance(module, nnx.Embed):
         return "coat.nn.Embed, whose gradient is summed in FP32"
-    int8 = precision.int8_forward and not isinstance(module, NORMS)
-    return "INT8 and FP8" if int8 else "FP8"
+    forward = "fp8" if isinstance(module, NORMS) else precision.forward_products
+    return {"fp8": "FP8", "int8": "INT8 and FP8", "bf16": "FP8 in the backward pass"}[forward]
 
 
 def why_not(module: Any, precision: Precision, source: str) -> str:

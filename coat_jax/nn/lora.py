@@ -86,8 +86,8 @@ def freeze(model: nnx.Module, precision: Precision | str = COAT) -> nnx.Module:
 
     Args:
         model: any NNX model.
-        precision: of the products: a `coat.Precision` with fp8_linear and without int8_forward, or
-            its name.
+        precision: of the products: a `coat.Precision` that multiplies in FP8 in both passes, or its
+            name.
     """
     require_module("freeze", model)
     copy: nnx.Module = nnx.merge(*nnx.split(model))

@@ -59,10 +59,10 @@ def freeze(weight: Float[Array, "K N"], *, precision: Precision | str = COAT) ->
 def _fp8_mode(name: str, precision: Precision | str, implementation: Implementation | None) -> Mode:
     mode = mode_of(precision, implementation)
     stores = mode.format is not None and not isinstance(mode.format, Minifloat)
-    if not stores or mode.precision.int8_forward:
+    if not stores or mode.precision.forward_products != "fp8":
         raise UserError(
-            f"{name} takes a precision that multiplies in FP8, neither simulated nor with "
-            f"int8_forward, such as coat.COAT; not {mode.precision}."
+            f"{name} takes a precision that multiplies in FP8, not simulated and with "
+            f'forward_products="fp8", such as coat.COAT; not {mode.precision}.'
         )
     return mode
 
@@ -83,7 +83,7 @@ def adapted_linear(
         weight: w, from `freeze`.
         adapter: a and c; both train.
         bias: b, or None.
-        precision: a `coat.Precision` with fp8_linear and without int8_forward, or its name.
+        precision: a `coat.Precision` that multiplies in FP8 in both passes, or its name.
         implementation: "xla", "triton", or None to choose by the device.
     """
     require_real("adapted_linear", x, least_rank=1)

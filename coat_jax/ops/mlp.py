@@ -41,6 +41,7 @@ from coat_jax.ops.projection import (
     Mode,
     Products,
     Scales,
+    Unrounded,
     as_layers,
     bounded_input_gradient,
     gradient_operand,
@@ -182,18 +183,20 @@ def save_activation(
             size,
             exact=precision.exact_forward,
             stochastic=stochastic,
-            in_int8=precision.int8_forward,
+            products=precision.forward_products,
         )
         scale = gemm.tensor_scale(jnp.max(maxima, initial=0.0), precision.forward)
+        used: Input
         if codes is None:
-            codes = activation_cast(blocks, act, scale, size)
-        elif precision.int8_forward:
+            used = Operand(activation_cast(blocks, act, scale, size), None, scale)
+        elif precision.forward_products == "int8":
             of_rows = jnp.max(maxima, axis=-1, initial=0.0)
-            rescaled = int8.RowCodes(activation_rescale(codes, maxima, of_rows, size), of_rows)
-            return SavedActivation(blocks, scale), rescaled
+            used = int8.RowCodes(activation_rescale(codes, maxima, of_rows, size), of_rows)
+        elif precision.forward_products == "bf16":
+            used = Unrounded(codes, scale)
         else:
-            codes = activation_rescale(codes, maxima, scale, size)
-        return SavedActivation(blocks, scale), Operand(codes, None, scale)
+            used = Operand(activation_rescale(codes, maxima, scale, size), None, scale)
+        return SavedActivation(blocks, scale), used
     saved, values = save_inputs(hidden, precision)
     a = activate(values, act)
     if mode.format is None:
@@ -204,10 +207,13 @@ def save_activation(
         decoded = [restore(h, jnp.float32, precision.block) for h in saved]
         magnitudes = jnp.maximum(magnitudes, jnp.abs(activate(decoded, act)))
     scale = gemm.tensor_scale(gemm.largest_magnitude(magnitudes), mode.format)
-    if mode.precision.int8_forward:
-        return SavedActivation(saved, scale), int8.round_rows(a)
-    n = gemm.operand(a, mode.format, "straight", mode.implementation, scale=scale)
-    return SavedActivation(saved, scale), n
+    if precision.forward_products == "int8":
+        used = int8.round_rows(a)
+    elif precision.forward_products == "bf16":
+        used = Unrounded(a.astype(dtype), scale)
+    else:
+        used = gemm.operand(a, mode.format, "straight", mode.implementation, scale=scale)
+    return SavedActivation(saved, scale), used
 
 
 def activation_gradients(

@@ -36,7 +36,14 @@ from coat_jax.numerics.formats import format_of
 from coat_jax.ops import recording
 from coat_jax.ops.checks import require_norm, require_real
 from coat_jax.ops.definition import SavedArray, define_op, like_first, restore, save_inputs
-from coat_jax.ops.projection import Input, Mode, fp8_scale, recompute_input
+from coat_jax.ops.projection import (
+    Input,
+    Mode,
+    Unrounded,
+    fp8_scale,
+    quantize_input,
+    recompute_input,
+)
 from coat_jax.precision import COAT, Precision, precision_of
 
 
@@ -95,7 +102,7 @@ def save_norm(x: Float[Array, "B S D"], norm: Norm | None, mode: Mode) -> tuple[
         bound = bound_of_norm(norm, x.shape[-1], rounding)
         scale = gemm.tensor_scale(bound, mode.format)
         if mode.fused_block is not None:
-            blocks, stats, codes, largest = norm_forward(
+            blocks, stats, n, largest = norm_forward(
                 x,
                 norm,
                 scale,
@@ -103,22 +110,25 @@ def save_norm(x: Float[Array, "B S D"], norm: Norm | None, mode: Mode) -> tuple[
                 mode.fused_block,
                 exact=precision.exact_forward,
                 stochastic=precision.saves_stochastically,
-                in_int8=mode.precision.int8_forward,
+                products=precision.forward_products,
             )
             saved_norm = SavedNorm(blocks, norm, stats, scale)
-            if largest is None:
-                return saved_norm, Operand(codes, None, scale)
-            return saved_norm, int8.RowCodes(codes, largest)
+            if largest is not None:
+                return saved_norm, int8.RowCodes(n, largest)
+            if precision.forward_products == "bf16":
+                return saved_norm, Unrounded(n, scale)
+            return saved_norm, Operand(n, None, scale)
     (saved,), (n,) = save_inputs((x,), precision)
     if norm is not None:
         stats = statistics(n, norm)
         n = normalize(n, stats, norm)
     if mode.format is None:
         return SavedNorm(saved, norm, stats, None), Operand(n.astype(x.dtype), None, None)
-    if mode.precision.int8_forward:
-        rows = int8.round_rows(n)
-        scale = fp8_scale(rows, mode) if scale is None else scale
-        return SavedNorm(saved, norm, stats, scale), rows
+    if precision.forward_products != "fp8":
+        in_int8 = precision.forward_products == "int8"
+        used = int8.round_rows(n) if in_int8 else quantize_input(n, x.dtype, mode)
+        scale = fp8_scale(used, mode) if scale is None else scale
+        return SavedNorm(saved, norm, stats, scale), used
     operand = gemm.operand(n, mode.format, "straight", mode.implementation, scale=scale)
     return SavedNorm(saved, norm, stats, operand.scale), operand
 

@@ -6,8 +6,9 @@
 In FP8 the input is rounded to E4M3 once for all weights, and each gradient to E5M2. The backward
 pass requantizes the weights with the scales of the forward pass, since saving their codes would
 cost a byte a parameter. It also rounds each input that it recomputes from saved values. If
-`Precision.stochastic_backward` is set, it rounds this input and the gradients stochastically. With
-`Precision.int8_forward` only y is computed from INT8 codes: the backward pass is the same.
+`Precision.stochastic_backward` is set, it rounds this input and the gradients stochastically.
+`Precision.forward_products` decides what y is computed from, and nothing else: the backward pass is
+the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +30,6 @@ from coat_jax.precision import Precision, precision_of
 
 Outputs = tuple[Float[Array, "*rows N"], ...]
 Scales = tuple[Float[Array, ""] | None, ...]
-Input = Operand | int8.RowCodes  # of forward products
 Products = tuple[Float[Array, "*rows N"] | int8.Product, ...]
 
 
@@ -38,6 +38,19 @@ class Layers(NamedTuple):
 
     weights: tuple[Float[Array, "K N"], ...]
     biases: tuple[Float[Array, " N"] | None, ...]
+
+
+class Unrounded(NamedTuple):
+    """An input of forward products in its own dtype.
+
+    The backward pass rounds it to FP8 with this scale.
+    """
+
+    values: Float[Array, "*rows K"]
+    scale: Float[Array, ""]
+
+
+Input = Operand | int8.RowCodes | Unrounded  # of forward products
 
 
 class Mode(NamedTuple):
@@ -94,17 +107,22 @@ def as_operand(
 
 def quantize_input(x: Float[Array, "*rows K"], dtype: DTypeLike, mode: Mode) -> Input:
     """Returns an input of forward products: in FP8, in INT8, or in `dtype`."""
-    if mode.precision.int8_forward:
+    if mode.precision.forward_products == "int8":
         return int8.round_rows(x, mode.implementation)
+    if mode.precision.forward_products == "bf16":
+        return Unrounded(x.astype(dtype), _scale_of(x, mode))
     return as_operand(x, dtype, mode)
 
 
 def fp8_scale(n: Input, mode: Mode) -> Float[Array, ""] | None:
     """The scale with which the backward pass rounds an input, or a weight, to FP8."""
-    if isinstance(n, Operand):
-        return n.scale
-    assert mode.format is not None, "int8_forward needs fp8_linear"
-    return gemm.tensor_scale(jnp.max(n.largest, initial=0.0), mode.format)
+    return _scale_of(n.largest, mode) if isinstance(n, int8.RowCodes) else n.scale
+
+
+def _scale_of(x: Float[Array, "..."], mode: Mode) -> Float[Array, ""]:
+    """The scale with which `x` fits the FP8 format of inputs and weights."""
+    assert mode.format is not None, "forward_products needs fp8_linear"
+    return gemm.tensor_scale(gemm.largest_magnitude(x), mode.format)
 
 
 def recompute_input(
@@ -137,6 +155,10 @@ def project(
             columns = int8.round_columns(weight, mode.implementation)
             products.append(int8.product(n, columns))
             scales.append(fp8_scale(columns, mode))
+        elif isinstance(n, Unrounded):
+            x, w = (Operand(side, None, None) for side in (n.values, weight.astype(dtype)))
+            products.append(gemm.product(x, w, dtype))
+            scales.append(_scale_of(weight, mode))
         else:
             w = as_operand(weight, dtype, mode, "transposed")
             products.append(gemm.product(n, w, dtype))

@@ -59,7 +59,7 @@ def products(
     """
     weights = layers.weights
     named = {f"weight/{i}": weight for i, weight in enumerate(weights, first)}
-    if mode.precision.int8_forward:
+    if mode.precision.forward_products == "int8":
         squares = statistics.column_squares(values)
         columns = statistics.column_squares(*(weight.T for weight in weights))
         of_weights = {name: statistics.of_int8(w.T, squares) for name, w in named.items()}

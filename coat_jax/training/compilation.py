@@ -10,7 +10,7 @@ On several GPUs, collectives run while layers compute:
                                 collective does not start after the products that should hide it
 
 An offloaded optimizer's state is copied in both directions at once. FP8 training has no Triton
-GEMMs: for each product in INT8 or BF16 (the head's, and the forward ones of COAT_INT8), XLA would
+GEMMs: for each product in INT8 or BF16 (the head's, and forward ones that are not FP8), XLA would
 spend seconds compiling and timing dozens of its own kernels, and cuBLAS is as fast. A BF16 run has
 only such products, and leaves the choice to XLA. XLA_FLAGS and a variable that is set come first.
 

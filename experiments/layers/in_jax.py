@@ -19,6 +19,7 @@ PRESETS = {
     "COAT": coat.COAT,
     "COAT_LEAN": coat.COAT_LEAN,
     "COAT_INT8": coat.COAT_INT8,
+    "COAT_BF16_FORWARD": coat.COAT_BF16_FORWARD,
     "COAT_PAPER": coat.COAT_PAPER,
 }
 
@@ -36,7 +37,7 @@ def prepare(sizes: Sizes, depth: int, precision: coat.Precision) -> Stack:
     """A stack with its programs, compiled as the trainer does."""
     layers, x = create(sizes, depth, jax.random.key(0))
     dy = jnp.roll(x, 1, axis=1)
-    options = NO_TRITON_GEMM if precision.int8_forward else None
+    options = NO_TRITON_GEMM if precision.forward_products != "fp8" else None
     layers_only = partial(stack, sizes, precision)
     forward = jax.jit(layers_only).lower(layers, x).compile(options)
     both = jax.jit(partial(step, sizes, precision)).lower(layers, x, dy).compile(options)

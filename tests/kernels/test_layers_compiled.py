@@ -130,6 +130,14 @@ def test_forward_products_are_in_int8_and_backward_products_in_fp8():
     assert xla_reads(program, rf"\[{B},{S},{F}\]") == []
 
 
+def test_forward_products_are_in_bf16_and_backward_products_in_fp8():
+    """Norms and activations come from the kernels that save their inputs: XLA reads none of them."""
+    program = compiled_layer(coat.COAT_BF16_FORWARD)
+    assert (fp8_products(program), other_products(program)) == (14, 7)
+    assert re.findall(r"%\S+ = f8e\dm\d\w*\[\d\S* (?:fusion|transpose|copy)\(", program) == []
+    assert xla_reads(program, rf"\[{B},{S},{F}\]") == []
+
+
 def test_kernels_leave_xla_no_fp8_to_transpose_and_products_take_in_sums():
     """Two residual sums forward; backward one for gate and up, two for query, key and value."""
     program = compiled_layer()

@@ -21,7 +21,10 @@ class TestKernels(LayerLaws):
     heads = ROTARY_CASES + LARGE_ROTARY_CASES
 
 
-@pytest.mark.parametrize("precision", [coat.COAT, coat.COAT_LEAN, coat.COAT_INT8, coat.COAT_PAPER])
+@pytest.mark.parametrize(
+    "precision",
+    [coat.COAT, coat.COAT_LEAN, coat.COAT_INT8, coat.COAT_BF16_FORWARD, coat.COAT_PAPER],
+)
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
 def test_what_is_not_finite_stays_so_forward_and_backward(precision, value):
     """A row with NaN or infinity has no finite results, and so its gradient."""

@@ -38,6 +38,7 @@ PRECISIONS = {
     "fp8_linear": coat.FP8_LINEAR,
     "coat": coat.COAT,
     "rounded forward": coat.COAT_PAPER,
+    "bf16 forward": coat.COAT_BF16_FORWARD,
     "stochastic backward": dataclasses.replace(coat.COAT, stochastic_backward=True),
 }
 

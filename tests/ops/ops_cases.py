@@ -27,6 +27,7 @@ FP32 = 1e-5
 PRESETS = {"bf16": coat.BF16, "fp8_linear": coat.FP8_LINEAR, "coat": coat.COAT}
 PRESETS["coat_lean"] = coat.COAT_LEAN
 PRESETS["coat_int8"] = coat.COAT_INT8
+PRESETS["coat_bf16_forward"] = coat.COAT_BF16_FORWARD
 PRESETS["coat_lean, rounded forward"] = dataclasses.replace(coat.COAT_LEAN, exact_forward=False)
 FP8_PRESETS = {name: preset for name, preset in PRESETS.items() if name != "bf16"}
 

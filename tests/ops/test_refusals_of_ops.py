@@ -267,7 +267,7 @@ def test_what_cannot_work_is_refused(error, call, message):
         call()
 
 
-LEAN_INT8 = dataclasses.replace(coat.COAT_LEAN, int8_forward=True)
+LEAN_INT8 = dataclasses.replace(coat.COAT_LEAN, forward_products="int8")
 ONCE = {
     "linear": lambda x, p: ops.linear(x, W, precision=p),
     "norm_linear": lambda x, p: ops.norm_linear(x, NORM, W, precision=p),

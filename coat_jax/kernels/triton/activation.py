@@ -204,10 +204,10 @@ def activation_forward_exact_tile(
     a = tl.reshape(a, [TILES.height, TILES.width // ACT.per_maximum, ACT.per_maximum])
     if out.dtype.element_ty == tl.int8:
         a = round_to_int8(a, int8_scale(largest.to(tl.float32, bitcast=True))[:, :, None])
-        q = tl.reshape(a, [TILES.height, TILES.width])
-    else:
+    elif out.dtype.element_ty.primitive_bitwidth == 8:
         a *= inverse_power(fitting_exponent(largest, F8))[:, :, None]
-        q = round_to_fp8(tl.reshape(a, [TILES.height, TILES.width]), F8)
+        a = round_to_fp8(a, F8)
+    q = tl.reshape(a, [TILES.height, TILES.width])
     store_tile(q.to(out.dtype.element_ty), out, row, column, TILES)
 
 

@@ -25,13 +25,15 @@ def norm_forward_row(
     x, first_numbers, tensor_scale, scale, shift, codes, exponents, inverse, mean, normalized,
     NORM: tl.constexpr, F8: tl.constexpr,
 ):  # fmt: skip
-    """One row: its blocks, its statistics, and its norm as FP8 codes."""
+    """One row: its blocks, its statistics, and its norm as FP8 codes, or in the dtype of x."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, NORM.width)
     v = save_and_normalize(
         x, first_numbers, scale, shift, codes, exponents, inverse, mean, row, column, NORM, F8
     )
-    q = round_to_fp8(v * (1.0 / tl.load(tensor_scale)), F8).to(normalized.dtype.element_ty)
+    if normalized.dtype.element_ty.primitive_bitwidth == 8:
+        v = round_to_fp8(v * (1.0 / tl.load(tensor_scale)), F8)
+    q = v.to(normalized.dtype.element_ty)
     tl.store(normalized + row * NORM.columns + column, q, mask=column < NORM.columns)
 
 

@@ -51,7 +51,7 @@ class Telemetry:
         self, config: TrainConfig, graph: Any, state: State, mesh: Mesh, example: Any = None
     ) -> None:
         self._config, self._graph = config, graph
-        self._int8 = precision_of(config.model.precision).int8_forward
+        self._int8 = precision_of(config.model.precision).forward_products == "int8"
         self._warned: set[str] = set()
         stacked = (config.model.STACK,) if config.model.scan else ()
         jit = partial(

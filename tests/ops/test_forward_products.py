@@ -1,4 +1,4 @@
-"""With `int8_forward` only the products of the forward pass change."""
+"""`forward_products` changes the products of the forward pass, and nothing else."""
 
 from functools import partial
 
@@ -32,14 +32,30 @@ def every_op(x, weights, precision):
 
 def test_the_backward_pass_is_that_of_coat():
     """To the last bit, given the gradient of the output, also with an outlier in the input."""
-    (in_int8, of_int8, dy), (in_fp8, of_fp8, _) = (
+    (in_fp8, of_fp8, dy), *others = (
         pulled(partial(every_op, precision=precision), X, WEIGHTS)
-        for precision in (coat.COAT_INT8, coat.COAT)
+        for precision in (coat.COAT, coat.COAT_INT8, coat.COAT_BF16_FORWARD)
     )
-    assert dy.keys() == in_int8.keys()
-    for name in in_int8:
-        assert np.any(np.asarray(in_int8[name]) != np.asarray(in_fp8[name])), name
-    assert_equal(of_int8, of_fp8)
+    assert dy.keys() == in_fp8.keys()
+    for forward, backward, _ in others:
+        for name in in_fp8:
+            assert np.any(np.asarray(forward[name]) != np.asarray(in_fp8[name])), name
+        assert_equal(backward, of_fp8)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "fp32"])
+def test_in_bf16_the_forward_pass_is_that_of_the_precision_bf16(dtype):
+    x, weights = jax.tree.map(lambda array: jnp.asarray(array, dtype), (X, WEIGHTS))
+
+    def forward(precision):
+        found = every_op(x, weights, precision)
+        gate, up, down = weights
+        found["gated_mlp"] = ops.gated_mlp(x, NORM, gate, up, down, precision=precision)
+        found["mlp"] = ops.mlp(x, NORM, up, down, precision=precision)
+        return found
+
+    compiled = jax.jit(forward, static_argnums=0)
+    assert_equal(compiled(coat.COAT_BF16_FORWARD), compiled(coat.BF16))
 
 
 def test_telemetry_sees_where_outliers_spoil_the_product():
