@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from coat_jax.numerics.minifloat import Minifloat
-from coat_jax.precision import PRESETS
+from coat_jax.precision import PRESETS, Precision
 
 
 def described(value: Any, *, types: bool = True) -> Any:
@@ -19,6 +19,11 @@ def described(value: Any, *, types: bool = True) -> Any:
         return value.name
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        if isinstance(value, Precision):
+            # By its earlier name, where it says the same: runs of then are not made again.
+            products = fields.pop("forward_products")
+            fields["int8_forward"] = products == "int8"
+            fields |= {"forward_products": products} if products == "bf16" else {}
         name = {"is": type(value).__name__} if types else {}
         return name | described(fields, types=types)
     if isinstance(value, Mapping):

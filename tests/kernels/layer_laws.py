@@ -43,7 +43,7 @@ class NormCase(NamedTuple):
     size: int = 16
     exact: bool = False  # the forward pass takes x itself
     stochastic: bool = False
-    in_int8: bool = False  # the norm itself
+    products: str = "fp8"  # that take the norm
 
 
 NORMS = [
@@ -55,8 +55,9 @@ NORMS = [
     NormCase("layer", shift=True, exact=True),
     NormCase(exact=True, stochastic=True),
     NormCase("layer", shift=True, size=64, exact=True, stochastic=True),
-    NormCase(exact=True, stochastic=True, in_int8=True),
-    NormCase("layer", shift=True, exact=True, in_int8=True),
+    NormCase(exact=True, stochastic=True, products="int8"),
+    NormCase("layer", shift=True, exact=True, products="int8"),
+    NormCase("layer", shift=True, exact=True, stochastic=True, products="bf16"),
 ]
 
 
@@ -170,10 +171,8 @@ def check_norm(shape, case: NormCase):
     rounding = ROUNDING * (1 + case.stochastic)
     limit = norm.bound_of_norm(of, columns, rounding if case.exact else 0.0)
     scale = gemm.tensor_scale(limit, E4M3)
-    rounding = {"stochastic": case.stochastic, "in_int8": case.in_int8}
-    blocks, stats, straight, largest = norm.norm_forward(
-        x, of, scale, E4M3, size, exact=case.exact, **rounding
-    )
+    how = {"exact": case.exact, "stochastic": case.stochastic, "products": case.products}
+    blocks, stats, straight, largest = norm.norm_forward(x, of, scale, E4M3, size, **how)
     exact = to_blocks(x, size=size, stochastic=case.stochastic)
     assert_same_bytes(blocks, exact)
     values = from_blocks(exact, size=size)
@@ -184,8 +183,11 @@ def check_norm(shape, case: NormCase):
     transposed = norm.norm_cast(blocks, stats, of, scale, size, stream=stream)
     n, again = (norm.normalize(rows, expected, of) for rows in (seen, values))
     assert max(jnp.max(jnp.abs(n)), jnp.max(jnp.abs(again))) <= limit
-    if case.in_int8:
+    if case.products == "int8":
         assert_rows(int8.RowCodes(straight, largest), int8.round_rows(n))
+    elif case.products == "bf16":
+        assert straight.dtype == x.dtype
+        np.testing.assert_allclose(np.float32(straight), n, rtol=2**-8, atol=1e-6)
     else:
         assert largest is None
         assert_codes(straight, both_layouts(n, scale, E4M3)[0])
@@ -246,9 +248,9 @@ def check_exact_activation_in_int8(shape, name, count, size=16):
     how = {"exact": True, "stochastic": True}
     want, _, _ = activation.activation_forward(hidden, name, E4M3, size, **how)
     kept, codes, maxima = activation.activation_forward(
-        products, name, E4M3, size, in_int8=True, **how
+        products, name, E4M3, size, products="int8", **how
     )
-    for_values = activation.activation_forward(hidden, name, E4M3, size, in_int8=True, **how)
+    for_values = activation.activation_forward(hidden, name, E4M3, size, products="int8", **how)
     assert_codes_of_int8(codes, for_values[1])
     assert_same_bytes(kept, want)
     largest = jnp.max(maxima, axis=-1)

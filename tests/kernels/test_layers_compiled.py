@@ -131,7 +131,7 @@ def test_forward_products_are_in_int8_and_backward_products_in_fp8():
 
 
 def test_forward_products_are_in_bf16_and_backward_products_in_fp8():
-    """Norms and activations come from the kernels that save their inputs: XLA reads none of them."""
+    """What they take comes from the kernels that save it: XLA reads none of the hidden arrays."""
     program = compiled_layer(coat.COAT_BF16_FORWARD)
     assert (fp8_products(program), other_products(program)) == (14, 7)
     assert re.findall(r"%\S+ = f8e\dm\d\w*\[\d\S* (?:fusion|transpose|copy)\(", program) == []
