@@ -187,7 +187,8 @@ def check_norm(shape, case: NormCase):
         assert_rows(int8.RowCodes(straight, largest), int8.round_rows(n))
     elif case.products == "bf16":
         assert straight.dtype == x.dtype
-        np.testing.assert_allclose(np.float32(straight), n, rtol=2**-8, atol=1e-6)
+        # Triton's interpreter drops the bits that a cast to BF16 rounds.
+        np.testing.assert_allclose(np.float32(straight), n, rtol=2**-7, atol=1e-6)
     else:
         assert largest is None
         assert_codes(straight, both_layouts(n, scale, E4M3)[0])
