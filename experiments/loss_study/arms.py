@@ -27,6 +27,7 @@ ARMS: dict[str, Arm] = {
     "coat": BOTH,
     "coat_lean": replace(BOTH, precision=coat.COAT_LEAN),
     "coat_int8": replace(BOTH, precision=coat.COAT_INT8),
+    "coat_bf16_forward": replace(BOTH, precision=coat.COAT_BF16_FORWARD),
     # The paper's activations, with coat_jax's moments and with its own.
     "coat_rounded_forward": replace(BOTH, precision=coat.COAT_PAPER),
     "paper": Arm(precision=coat.COAT_PAPER, moments=PAPER),
@@ -56,7 +57,15 @@ ARMS: dict[str, Arm] = {
     "fp8_muon": Arm(moments=Muon(Storage())),
     "muon_coat": Arm(precision=coat.COAT, moments=Muon()),
     "muon_coat_int8": Arm(precision=coat.COAT_INT8, moments=Muon()),
+    "muon_coat_bf16_forward": Arm(precision=coat.COAT_BF16_FORWARD, moments=Muon()),
     "muon_coat_lean": Arm(precision=coat.COAT_LEAN, moments=Muon()),
+    "muon_coat_lean_int8": Arm(
+        precision=replace(coat.COAT_LEAN, forward_products="int8"), moments=Muon()
+    ),
+    "muon_coat_lean_bf16_forward": Arm(
+        precision=replace(coat.COAT_LEAN, forward_products="bf16"), moments=Muon()
+    ),
+    "muon_saved": Arm(precision=SAVED, moments=Muon()),
     "muon_coat_paper": Arm(precision=coat.COAT_PAPER, moments=Muon()),
     "muon_products": Arm(precision=coat.FP8_LINEAR, moments=Muon()),
 }
