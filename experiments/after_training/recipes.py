@@ -14,6 +14,7 @@ from coat_jax import BF16, E4M3, Precision
 from coat_jax.numerics.quantizer import FITS
 from coat_jax.ops.quantized import Activations
 from coat_jax.quantization import Recipe
+from experiments.study.description import differences
 
 FORMATS = ("int8", "fp8")
 RECIPES = {
@@ -53,5 +54,5 @@ def described() -> dict[str, Any]:
         "recipes": {name: dataclasses.asdict(recipe) for name, recipe in RECIPES.items()},
         "after further training": AFTER_FURTHER,
         "calibration": CALIBRATION,
-        "further": [FURTHER_STEPS, FURTHER_RATE, {name: str(p) for name, p in FURTHER.items()}],
+        "further": [FURTHER_STEPS, FURTHER_RATE, {name: differences(p) for name, p in FURTHER.items()}],
     }

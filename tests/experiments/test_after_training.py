@@ -11,7 +11,7 @@ import pytest
 from coat_jax.errors import UserError
 from experiments.after_training import changes, quantizing, recipes
 from experiments.after_training.changes import What
-from experiments.after_training.study import DONE, FIRST, SECOND, STUDY
+from experiments.after_training.study import DONE, EARLIER, STUDY, TODAY
 from experiments.loss_study import arms
 from experiments.row_files import Row, digest
 from experiments.study.study import Stopped
@@ -84,8 +84,8 @@ def test_tables_show_every_arm_also_one_seed_alone(rows, capsys):
 
 
 def test_what_is_done_after_training_decides_a_result(rows, call_of, monkeypatch):
-    assert digest(recipes.described()) == SECOND
-    older = rows[0] | {"definition": rows[0]["definition"] | {DONE: FIRST[0]}}
+    assert digest(recipes.described()) == TODAY
+    older = rows[0] | {"definition": rows[0]["definition"] | {DONE: EARLIER[0]}}
     assert STUDY.of_today(older) == rows[0]
     monkeypatch.setattr(recipes, "FURTHER_STEPS", 41)
     (other,) = STUDY.rows_of(call_of(STUDY, "--size", "tiny"), "bf16", [0], "a text")
