@@ -54,5 +54,9 @@ def described() -> dict[str, Any]:
         "recipes": {name: dataclasses.asdict(recipe) for name, recipe in RECIPES.items()},
         "after further training": AFTER_FURTHER,
         "calibration": CALIBRATION,
-        "further": [FURTHER_STEPS, FURTHER_RATE, {name: differences(p) for name, p in FURTHER.items()}],
+        "further": [
+            FURTHER_STEPS,
+            FURTHER_RATE,
+            {name: differences(p) for name, p in FURTHER.items()},
+        ],
     }

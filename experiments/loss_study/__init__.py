@@ -5,7 +5,8 @@
     text, duplicates, rows   the text that is trained on
     training                 one run
     conditions, show         which runs can be compared; tables and pictures of them
-    muon, operands           Muon, and products of which single operands are rounded
+    muon                     Muon, for arms
+    operands, saved          single operands of products, and what layers save, in few bits
 
 `python -m experiments.loss_study` is the program; docs/loss_study.md says how to use it. Arms that
 were measured once and that no page quotes are in the results, and in commit 12e08a75.

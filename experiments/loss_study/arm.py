@@ -22,6 +22,7 @@ from coat_jax.training.config import EvaluationConfig, OptimizerConfig, TrainCon
 from coat_jax.training.optimizer import decay_mask, learning_rate, make_optimizer
 from experiments.loss_study import operands
 from experiments.loss_study.muon import Muon, muon
+from experiments.loss_study.saved import Saved
 from experiments.study.study import setting
 
 # How parameters in BF16 are rounded, by the names in results.
@@ -43,6 +44,8 @@ class Arm:
         params: "fp32", or how parameters in BF16 are rounded. Those have gradients in BF16.
         optimizer: fields of `OptimizerConfig` to replace.
         rounded: the operands of products that are rounded to FP8 although the precision is BF16.
+        products: the products whose operands these are.
+        saved: what is rounded of the arrays that layers save although the precision is BF16.
         start: the precision of the first steps; None is that of all steps.
         start_share: the share of the run that these steps take.
         microbatches: how many times more microbatches a batch is divided into. More than one
@@ -57,6 +60,8 @@ class Arm:
     params: Literal["fp32", "bf16", "bf16_stochastic", "24_bits_stochastic"] = "fp32"
     optimizer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     rounded: tuple[operands.Name, ...] = ()
+    products: tuple[operands.Product, ...] = operands.ALL
+    saved: Saved | None = None
     start: Precision | None = None
     start_share: float = 0.25
     microbatches: int = 1

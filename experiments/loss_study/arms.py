@@ -8,15 +8,28 @@ from dataclasses import replace
 import coat_jax as coat
 from coat_jax import models
 from coat_jax.storage import PAPER, Storage
-from experiments.loss_study import operands
+from experiments.loss_study import operands, saved
 from experiments.loss_study.arm import Arm, Settings, Size
 from experiments.loss_study.muon import Muon
+from experiments.loss_study.saved import Saved
 
 BASE = Arm(baseline=True)
 MOMENTS = Arm(moments=Storage())
 BOTH = Arm(precision=coat.COAT, moments=Storage())
 SAVED = replace(coat.COAT, fp8_linear=False)
 MUON = Arm(moments=Muon(), baseline=True)
+FEW_BITS = {
+    "e3m2": Saved(format="E3M2"),
+    "e2m1": Saved(),
+    "e2m1_of_32": Saved(block=32),
+    "nvfp4": Saved(scale="E4M3"),
+}
+# By itself each array, those that COAT saves in FP8, and those of COAT_LEAN.
+SAVED_ARRAYS: dict[str, tuple[saved.Name, ...]] = {
+    **{name: (name,) for name in saved.NAMES},
+    "norms_and_hidden": ("norms", "hidden"),
+    "all": saved.NAMES,
+}
 
 ARMS: dict[str, Arm] = {
     # Baselines: these differ by rounding only.
@@ -66,6 +79,16 @@ ARMS: dict[str, Arm] = {
         precision=replace(coat.COAT_LEAN, forward_products="bf16"), moments=Muon()
     ),
     "muon_saved": Arm(precision=SAVED, moments=Muon()),
+    # The products of some layers, and what is saved, in fewer bits than FP8's; see `saved`.
+    **{
+        f"muon_{product}_rounded": Arm(rounded=operands.NAMES, products=(product,), moments=Muon())
+        for product in operands.ALL
+    },
+    **{
+        f"muon_saved_{name}_{how}": Arm(saved=replace(FEW_BITS[how], arrays=arrays), moments=Muon())
+        for name, arrays in SAVED_ARRAYS.items()
+        for how in FEW_BITS
+    },
     "muon_coat_paper": Arm(precision=coat.COAT_PAPER, moments=Muon()),
     "muon_products": Arm(precision=coat.FP8_LINEAR, moments=Muon()),
 }

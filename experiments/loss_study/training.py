@@ -40,6 +40,7 @@ from experiments.loss_study.arm import (
     train_config,
 )
 from experiments.loss_study.rows import held_out_batches, placed_rows, row_order
+from experiments.loss_study.saved import saving
 from experiments.row_files import Row
 from experiments.study.study import Job, Stopped
 from experiments.study.worker import say
@@ -136,7 +137,7 @@ def train(job: Job, *, keep: bool = False) -> Trained:
         before = len(losses)
         programs = {}
         if before < settings.steps:
-            with operands.rounding(arm.rounded):
+            with operands.rounding(arm.rounded, arm.products), saving(arm.saved):
                 programs = {
                     step: _in_precision(precision, prepared).lower().compile()
                     for step, precision in precisions_of(arm, settings.steps).items()

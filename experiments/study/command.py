@@ -104,9 +104,9 @@ def carry_out(study: Study, options: argparse.Namespace) -> bool:
 
 def _list(study: Study) -> None:
     for name, arm in study.arms.items():
-        print(f"{name:28}{differences(arm) or 'BF16, with parameters and moments in FP32'}")
+        print(f"{name:36}{differences(arm) or 'BF16, with parameters and moments in FP32'}")
     for name, size in study.sizes.items():
-        print(f"{name:28}{models.parameters_count(size.model) / 1e6:.1f} M parameters")
+        print(f"{name:36}{models.parameters_count(size.model) / 1e6:.1f} M parameters")
 
 
 def call_of(study: Study, options: argparse.Namespace, known: Path, out: Path) -> Call:
