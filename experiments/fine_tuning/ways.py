@@ -28,6 +28,7 @@ WAYS: dict[str, Arm] = {
     "products": replace(BASE, precision=coat.FP8_LINEAR, baseline=False),
     "coat": replace(MOMENTS, precision=coat.COAT),
     "coat_int8": replace(MOMENTS, precision=coat.COAT_INT8),
+    "coat_bf16_forward": replace(MOMENTS, precision=coat.COAT_BF16_FORWARD),
     "coat_lean": replace(MOMENTS, precision=coat.COAT_LEAN),
     "coat_paper": replace(MOMENTS, precision=coat.COAT_PAPER),
     **{name: replace(BASE, rounded=of, baseline=False) for name, of in ROUNDED.items()},

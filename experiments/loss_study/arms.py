@@ -68,6 +68,7 @@ ARMS: dict[str, Arm] = {
     "muon": MUON,
     "muon_ulp": replace(MUON, perturbed=True),
     "fp8_muon": Arm(moments=Muon(Storage())),
+    "fp8_muon_coat_int8": Arm(precision=coat.COAT_INT8, moments=Muon(Storage())),
     "muon_coat": Arm(precision=coat.COAT, moments=Muon()),
     "muon_coat_int8": Arm(precision=coat.COAT_INT8, moments=Muon()),
     "muon_coat_bf16_forward": Arm(precision=coat.COAT_BF16_FORWARD, moments=Muon()),
@@ -79,6 +80,13 @@ ARMS: dict[str, Arm] = {
         precision=replace(coat.COAT_LEAN, forward_products="bf16"), moments=Muon()
     ),
     "muon_saved": Arm(precision=SAVED, moments=Muon()),
+    # Forward products in BF16 in the first quarter of the run, or in its last twentieth.
+    "muon_coat_after_bf16_forward": Arm(
+        precision=coat.COAT, start=coat.COAT_BF16_FORWARD, moments=Muon()
+    ),
+    "muon_coat_before_bf16_forward": Arm(
+        precision=coat.COAT_BF16_FORWARD, start=coat.COAT, start_share=0.95, moments=Muon()
+    ),
     # The products of some layers, and what is saved, in fewer bits than FP8's; see `saved`.
     **{
         f"muon_{product}_rounded": Arm(rounded=operands.NAMES, products=(product,), moments=Muon())
