@@ -52,14 +52,16 @@ TUNED = "tuned"  # fine-tuning, at 40M
 # The table of presets: what trains, and its arm in each of these studies.
 COLUMNS = ["adamw", "muon", "124m_longer", TUNED]
 PRESETS = {
-    "`COAT`": ["coat", "muon_coat", "muon_coat", "coat"],
+    "`COAT_BF16_FORWARD`": [
+        "coat_bf16_forward",
+        *["muon_coat_bf16_forward"] * 2,
+        "coat_bf16_forward",
+    ],
     "`COAT_INT8`": ["coat_int8", "muon_coat_int8", "muon_coat_int8", "coat_int8"],
-    "`COAT_LEAN`": ["coat_lean", "", "muon_coat_lean", "coat_lean"],
+    "`COAT`": ["coat", "muon_coat", "muon_coat", "coat"],
+    "`COAT_LEAN`": ["coat_lean", "muon_coat_lean", "muon_coat_lean", "coat_lean"],
     "`FP8_LINEAR`": ["products", "", "muon_products", "products"],
     "`COAT_PAPER`": ["coat_rounded_forward", "", "muon_coat_paper", "coat_paper"],
-    "`COAT_PAPER`, paper's moments": ["paper", "", "", ""],
-    "`COAT`, first quarter in BF16": ["coat_after_bf16", "", "", ""],
-    "`COAT_LEAN`, first quarter in BF16": ["coat_lean_after_bf16", "", "", ""],
 }
 # What each preset saves, by its name in activation_memory.
 SAVES = {"BF16": "BF16", "FP8_LINEAR": "FP8_LINEAR", "COAT": "COAT", "COAT_LEAN": "COAT_LEAN"}
@@ -67,22 +69,26 @@ SAVES |= {"COAT_INT8": "COAT", "COAT_PAPER": "COAT"}
 
 # The table of parts: what changes, in which study, from which arm ("" is BF16) to which.
 PARTS = [
-    ("8-bit moments", "BF16", "adamw", "", "moments"),
-    ("8-bit states of `fp8_muon`", "BF16", "muon", "", "fp8_muon"),
-    ("the paper's moments", "BF16", "adamw", "", "moments_paper"),
-    ("the paper's moments", "`COAT_PAPER`", "adamw", "coat_rounded_forward", "paper"),
-    ("BF16 parameters, rounded stochastically", "BF16", "adamw", "", "params_bf16_stochastic"),
-    ("BF16 parameters, 8-bit corrections", "BF16", "adamw", "", "params_24_bits"),
-    ("activations saved in FP8", "`FP8_LINEAR`", "124m_longer", "muon_products", "muon_coat"),
-    ("activations saved in FP8", "BF16", "adamw", "", "saved"),
-    ("the same, rounded to nearest", "saved in FP8", "adamw", "saved", "saved_nearest"),
-    ("attention's operands saved in FP8", "`COAT`", "124m_longer", "muon_coat", "muon_coat_lean"),
-    ("forward products in INT8", "`COAT`", "124m_longer", "muon_coat", "muon_coat_int8"),
-    ("forward products in INT8", "`COAT`", "adamw", "coat", "coat_int8"),
-    ("first quarter of the run in BF16", "`COAT`", "adamw", "coat", "coat_after_bf16"),
-    ("products summed in FP32", "`COAT`", "adamw", "coat", "coat_exact_sums"),
-    ("stochastic operands, backward", "`COAT`", "adamw", "coat", "coat_stochastic_backward"),
-]
+    ("**forward products in FP8**", "muon", "muon_coat_bf16_forward", "muon_coat"),
+    ("... in the projections to q, k and v alone", "muon", "", "muon_qkv_rounded"),
+    ("... in the output projection alone", "muon", "", "muon_out_rounded"),
+    ("... in gate and up alone", "muon", "", "muon_up_rounded"),
+    ("... in down alone", "muon", "", "muon_down_rounded"),
+    ("**forward products in INT8**", "muon", "muon_coat_bf16_forward", "muon_coat_int8"),
+    ("**backward products in FP8**", "muon", "muon_saved", "muon_coat_bf16_forward"),
+    ("activations saved in FP8", "muon", "", "muon_saved"),
+    (
+        "attention's operands saved in FP8, too", "muon", "muon_coat_bf16_forward",
+        "muon_coat_lean_bf16_forward",
+    ),
+    ("... in `COAT`", "124m_longer", "muon_coat", "muon_coat_lean"),
+    ("activations rounded to nearest, not stochastically", "adamw", "saved", "saved_nearest"),
+    ("AdamW's moments in 8 bits", "adamw", "", "moments"),
+    ("`fp8_muon`'s states in 8 bits", "muon", "", "fp8_muon"),
+    ("the paper's moments, in `COAT_PAPER`", "adamw", "coat_rounded_forward", "paper"),
+    ("BF16 parameters, rounded stochastically", "adamw", "", "params_bf16_stochastic"),
+    ("BF16 parameters, 8-bit corrections", "adamw", "", "params_24_bits"),
+]  # fmt: skip
 
 # The table of fine-tuning: which operands are rounded, and the arm that rounds them.
 OPERANDS = {
@@ -170,7 +176,7 @@ def brief() -> list[list[str]]:
     parts = {"8-bit moments alone": "moments", "activations saved in FP8 alone": "saved"}
     chosen = ["adamw", "124m_longer"]
     rows = [["", *(f"{_name(study)}, {tokens(study)} M tokens" for study in chosen)]]
-    for name in ("`COAT`", "`COAT_INT8`"):
+    for name in ("`COAT_BF16_FORWARD`", "`COAT_INT8`", "`COAT`"):
         adamw, _, muon, _ = PRESETS[name]
         rows.append([name, *map(_cell, chosen, (adamw, muon))])
     rows += [[name, _cell("adamw", arm), ""] for name, arm in parts.items()]
@@ -179,20 +185,20 @@ def brief() -> list[list[str]]:
 
 def by_part() -> list[list[str]]:
     """What single changes cost, relative to the same seeds without them."""
-    rows = [["what changes", "in", "runs", "training loss, %"]]
-    for name, of_what, study, before, after in PARTS:
-        effect = effects(study, above=before).effects[after]
-        rows.append([name, of_what, _name(study), _written(effect, _digits(study))])
+    rows = [["what changes", "runs", "training loss, %"]]
+    for name, study, before, after in PARTS:
+        if effect := effects(study, above=before).effects.get(after):
+            rows.append([name, _name(study), _written(effect, _digits(study))])
     return rows
 
 
 def by_run() -> list[list[str]]:
-    """What COAT and COAT_INT8 cost by size, optimizer and tokens."""
+    """What presets cost by size, optimizer and tokens."""
     columns = {
+        "`COAT_BF16_FORWARD`": ("coat_bf16_forward", ""),
+        "`COAT_INT8`": ("coat_int8", ""),
         "`COAT`": ("coat", ""),
         "`COAT`, held out": ("coat", "own"),
-        "`COAT`, held out in BF16": ("coat", "bf16"),
-        "`COAT_INT8`": ("coat_int8", ""),
     }
     rows = [["parameters, optimizer", "M tokens", "noise floor", *columns]]
     for study, (name, _, _, muon) in STUDIES.items():
@@ -220,10 +226,11 @@ def tuned_presets() -> list[list[str]]:
     return rows
 
 
-def formats() -> list[list[str]]:
-    """What 8-bit formats of forward products cost a small network, by its outliers."""
+def with_outliers(form: str) -> str:
+    """What a format of forward products costs a small network whose inputs have large columns."""
     header, *rows = forward_formats.outlier_table(of("forward_formats"))
-    return [header, *([cell.replace(" %", "") for cell in row] for row in rows)]
+    (row,) = (row for row in rows if row[0].replace(",", "").replace(" ", "_") == form)
+    return row[header.index("30 times as large")].partition(" ")[0]
 
 
 def tokens(study: str) -> str:
