@@ -16,6 +16,8 @@ every process, so JAX's cache of compiled programs would never find the program 
 therefore tells JAX to leave the address out of the key
 (`jax_remove_custom_partitioning_ptr_from_cache_key`). Two programs that differ only in a kernel
 would then share a key, so the call is in a function whose name contains the kernel's hash.
+
+Under `vmap` a kernel runs for one element of the batch after the other.
 """
 
 import functools
@@ -27,6 +29,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import (
     ArrayMapping,
     CompoundFactor,
@@ -140,7 +145,21 @@ def run_placed(
 
     program = str(jax.make_jaxpr(whole)(*arrays)) + _sources()
     kernel.__name__ = f"kernel_{hashlib.sha256(program.encode()).hexdigest()[:16]}"
-    return jax.jit(kernel)(*arrays)
+    batchable = custom_vmap(jax.jit(kernel))
+
+    @batchable.def_vmap
+    def one_after_the_other(
+        size: int, batched: Sequence[bool], *arrays: Array
+    ) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
+        def element(i: Array) -> tuple[Array, ...]:
+            own = (a[i] if has_batch else a for a, has_batch in zip(arrays, batched, strict=True))
+            found: tuple[Array, ...] = batchable(*own)
+            return found
+
+        return lax.map(element, jnp.arange(size)), (True,) * len(results)
+
+    found: tuple[Array, ...] = batchable(*arrays)
+    return found
 
 
 @functools.cache

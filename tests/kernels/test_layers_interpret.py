@@ -90,6 +90,19 @@ def test_a_layer_of_kernels_is_as_accurate_as_references_in_int8():
         assert i >= outputs or of_kernels <= 0.5 * of_fp8
 
 
+def test_kernels_run_for_one_element_of_a_batch_after_the_other():
+    x, w = numbers(3, 6, 64), numbers(64, 32)
+
+    def loss(x, w):
+        return jnp.sum(ops.linear(x, w, implementation="triton") ** 2)
+
+    gradients = jax.grad(loss, argnums=(0, 1))
+    found = jax.vmap(gradients, (0, None))(x, w)
+    wanted = jax.tree.map(lambda *each: jnp.stack(each), *(gradients(one, w) for one in x))
+    for a, b in zip(found, wanted, strict=True):
+        assert jnp.linalg.norm(a - b) <= 1e-5 * jnp.linalg.norm(b)
+
+
 @pytest.mark.parametrize(
     ("place", "exact"), [("channels", True), ("tokens", True), ("both", True), ("both", False)]
 )
