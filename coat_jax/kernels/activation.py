@@ -7,14 +7,13 @@
 gradients without computing them, from the exponents of the saved blocks.
 
 The kernels go from FP8 to FP8. The scale of a tensor must be known before its codes are written, so
-a forward pass in FP8 runs two kernels, the first one and one of the next two:
+a forward pass runs two kernels, the first one and one of the next two:
 
-    activation_forward         hidden -> blocks, maxima of |a|; if exact, a with many scales
-    activation_cast            blocks -> a as one FP8 tensor
-    activation_rescale         a, maxima -> a as one FP8 tensor
-    activation_forward_int8    hidden -> blocks, a as rows of INT8
-    activation_backward        blocks, da -> the gradients of hidden in FP8, in both layouts;
-                               a as one FP8 tensor, transposed
+    activation_forward     hidden -> blocks, maxima of |a|; if exact, a with many scales
+    activation_cast        blocks -> a as one FP8 tensor
+    activation_rescale     a, maxima -> a as one FP8 tensor, or as rows of INT8
+    activation_backward    blocks, da -> the gradients of hidden in FP8, in both layouts;
+                           a as one FP8 tensor, transposed
 
 The second is `activation_cast`, which computes a from the decoded blocks; or, if the forward pass
 is exact, `activation_rescale` of the a that the first computed from hidden itself. Each maximum is
@@ -32,8 +31,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from coat_jax.kernels import int8
-from coat_jax.kernels.launch import Tile, divide, launch
-from coat_jax.kernels.sharding import Placement, as_3d, launch_sharded
+from coat_jax.kernels.launch import Tile, divide
+from coat_jax.kernels.sharding import as_3d, launch_sharded
 from coat_jax.numerics.blocks import Blocks, block_numbers, power_of_two
 from coat_jax.numerics.formats import format_of
 from coat_jax.numerics.noise import element_numbers
@@ -60,7 +59,6 @@ FORWARD, EXACT, CAST, BACKWARD = (
     Tile(32, 128, 8),
     Tile(32, 128, 8),
 )
-INT8 = Tile(4, 512, 4)  # of few rows, so that the codes of all running programs fit the L2 cache
 
 
 class Constants(NamedTuple):
@@ -70,7 +68,6 @@ class Constants(NamedTuple):
     gated: bool
     stochastic: bool = False
     per_maximum: int = 0  # columns of a maximum
-    columns: int = 0  # of a whole row, of which a device may have a part
 
 
 def require_activation(name: str) -> None:
@@ -131,7 +128,7 @@ def activation_bounds(
 
 
 def activation_forward(
-    hidden: Sequence[Float[Array, "*rows F"]],
+    hidden: Sequence[Float[Array, "*rows F"]] | Sequence[int8.Product],
     act: Activation,
     dtype: DTypeLike,
     size: int,
@@ -146,26 +143,35 @@ def activation_forward(
     `antithetic=True`, because it is multiplied by the gate's activation.
 
     If not `exact`, the maxima are of the activation of the decoded blocks, and there are no codes.
-    If `exact`, each maximum sets the scale of its codes, a power of two. For products in "bf16" the
-    codes are the activation itself, in the dtype of hidden. A maximum then covers the activations
-    of hidden and of its decoded blocks, because the backward pass recomputes the latter with the
-    scale of the forward pass.
+    If `exact`, each maximum sets the scale of its codes: for products in FP8 a power of two, in
+    INT8 the scale that maps the maximum to 127. For products in "bf16" the codes are the activation
+    itself, in the dtype of hidden. A maximum then covers the activations of hidden and of its
+    decoded blocks, because the backward pass recomputes the latter with the scale of the forward
+    pass. Unscaled INT8 products in hidden are scaled here.
     """
     from coat_jax.kernels.triton.activation import (
         activation_forward_exact_tile,
         activation_forward_tile,
     )
 
-    values = [as_3d(h) for h in hidden]
+    unscaled = [h for h in hidden if isinstance(h, int8.Product)]
+    values = [as_3d(h.sums if isinstance(h, int8.Product) else h) for h in hidden]
     first, within = block_numbers(values[0].shape, size) if stochastic else (None, None)
     per_maximum = max(size, COLUMNS_PER_MAXIMUM)
+    scales: list[tuple[Array | None, str]] = []
+    if exact:
+        scales = [(None, "")] * 3
+    if unscaled:
+        scales = [(unscaled[0].row_scale, "b s")]
+        scales += [(unscaled[i].column_scale, "f") for i in (0, -1)]
     blocked = [("b s f", dtype), (f"b s f/{size}", jnp.uint8)]
-    used = values[0].dtype if products == "bf16" else dtype
+    used = {"fp8": dtype, "int8": jnp.int8, "bf16": values[0].dtype}[products]
     *stored, maxima = launch_sharded(
         activation_forward_exact_tile if exact else activation_forward_tile,
         [
             (values[0], "b s f"),
             (values[1] if len(values) == 2 else None, "b s f"),
+            *scales,
             (first, "b s"),
             (within, f"f/{size}"),
         ],
@@ -199,85 +205,28 @@ def activation_cast(
 def activation_rescale(
     codes: Float[Array, "B S F"],
     maxima: Float[Array, "B S M"],
-    scale: Float[Array, ""],
+    scale: Float[Array, ""] | Float[Array, "B S"],
     size: int,
 ) -> Array:
     """The codes with one `scale`, in place of the scales that the maxima set.
 
-    All scales are powers of two, so a code changes only where it becomes subnormal.
+    In FP8 all scales are powers of two, so a code changes only where it becomes subnormal. INT8
+    codes are rounded a second time, to one scale per row; `scale` has the rows' largest magnitudes.
     """
     from coat_jax.kernels.triton.activation import activation_rescale_tile
-
-    per_maximum = max(size, COLUMNS_PER_MAXIMUM)
-    (result,) = launch_sharded(
-        activation_rescale_tile,
-        [(codes, "b s f"), (maxima, f"b s f/{per_maximum}"), (scale, "")],
-        [("b s f", codes.dtype)],
-        partial(divide, tile=CAST, block=per_maximum),
-        F8=format_of(codes.dtype),
-    )
-    return result
-
-
-def activation_forward_int8(
-    hidden: Sequence[Float[Array, "*rows F"]] | Sequence[int8.Product],
-    act: Activation,
-    dtype: DTypeLike,
-    size: int,
-    *,
-    stochastic: bool,
-) -> tuple[tuple[Blocks, ...], int8.RowCodes]:
-    """Blocks of `hidden`, and the activation as rows of INT8: `activation_forward`, if exact.
-
-    Codes are rounded twice: with a scale for each maximum, which is known at once, then with that
-    of the row. Where the columns of a row are sharded, the second rounding is a kernel of its own,
-    which waits for the maxima of all devices. Unscaled INT8 products in hidden are scaled here.
-    """
-    from coat_jax.kernels.triton.activation import activation_forward_int8_rows
     from coat_jax.kernels.triton.int8 import int8_rescale_tile
 
-    unscaled = [h for h in hidden if isinstance(h, int8.Product)]
-    values = [as_3d(h.sums if isinstance(h, int8.Product) else h) for h in hidden]
-    first, within = block_numbers(values[0].shape, size) if stochastic else (None, None)
-    columns, per_maximum = values[0].shape[-1], max(size, COLUMNS_PER_MAXIMUM)
-    scales: list[tuple[Array | None, str]] = [(None, "")] * 3
-    if unscaled:
-        scales = [(unscaled[0].row_scale, "b s")]
-        scales += [(unscaled[i].column_scale, "f") for i in (0, -1)]
-
-    def grid(*arrays: Array) -> dict[str, Any]:
-        how = divide(*arrays, tile=INT8, block=size)
-        return how | {"programs": -(-how["TILES"].rows // INT8.height)}
-
-    def finish(placement: Placement, results: Sequence[Array]) -> Sequence[Array]:
-        *blocks, codes, maxima, largest = results
-        if codes.shape[-1] == columns:
-            return results
-        largest = int8.largest_of_shards(largest, placement.entries["f"])
-        outputs = [jax.ShapeDtypeStruct(codes.shape, codes.dtype)]
-        tiles = divide(codes, tile=CAST, block=per_maximum)
-        (codes,) = launch(int8_rescale_tile, codes, maxima, largest, outputs=outputs, **tiles)
-        return *blocks, codes, maxima, largest
-
-    blocked = [("b s f", dtype), (f"b s f/{size}", jnp.uint8)]
-    in_int8 = [("b s f", jnp.int8), (f"b s f/{per_maximum}", jnp.float32), ("b s", jnp.float32)]
-    *stored, codes, _, largest = launch_sharded(
-        activation_forward_int8_rows,
-        [
-            (values[0], "b s f"),
-            (values[1] if len(values) == 2 else None, "b s f"),
-            *scales,
-            (first, "b s"),
-            (within, f"f/{size}"),
-        ],
-        [*blocked, *blocked, *in_int8],
-        grid,
-        finish,
-        ACT=Constants(act, len(values) == 2, stochastic, per_maximum, columns),
-        F8=format_of(dtype),
+    per_maximum = max(size, COLUMNS_PER_MAXIMUM)
+    in_int8 = codes.dtype == jnp.int8
+    constants: dict[str, Any] = {} if in_int8 else {"F8": format_of(codes.dtype)}
+    (result,) = launch_sharded(
+        int8_rescale_tile if in_int8 else activation_rescale_tile,
+        [(codes, "b s f"), (maxima, f"b s f/{per_maximum}"), (scale, "b s" if in_int8 else "")],
+        [("b s f", codes.dtype)],
+        partial(divide, tile=CAST, block=per_maximum),
+        **constants,
     )
-    blocks = (Blocks(*stored[:2]), Blocks(*stored[2:4]))
-    return blocks[: len(values)], int8.RowCodes(codes, largest)
+    return result
 
 
 def activation_backward(

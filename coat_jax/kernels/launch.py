@@ -80,13 +80,3 @@ def divide(array: Any, *others: Any, tile: Tile, block: int = 1) -> dict[str, An
     programs = -(-rows // tile.height) * -(-columns // width)
     tiles = Tiles(rows, columns, tile.height, width, block)
     return {"programs": programs, "warps": tile.warps, "TILES": tiles}
-
-
-def padded_width(columns: int) -> int:
-    """The next power of two, because the sizes of Triton's arrays must be powers of two."""
-    return 1 << (columns - 1).bit_length()
-
-
-def warps_of_row(columns: int) -> int:
-    """The warps of a program that holds a whole row: about 8 columns per thread."""
-    return min(max(padded_width(columns) // 256, 1), 16)

@@ -25,7 +25,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax.kernels.launch import Tile, divide, padded_width, warps_of_row
+from coat_jax.kernels.launch import Tile, divide
 from coat_jax.kernels.sharding import as_3d, launch_sharded
 from coat_jax.numerics.blocks import Blocks, block_numbers
 from coat_jax.numerics.formats import format_of
@@ -193,7 +193,7 @@ def norm_forward(
             *((row, dtype), (f"{row}/{size}", jnp.uint8), number, number),
             *((row, used), *[number] * in_int8),
         ],
-        partial(_rows, warps=min(warps_of_row(x.shape[-1]), 8)),
+        partial(_rows, warps=min(_warps(x.shape[-1]), 8)),
         NORM=constants,
         F8=format_of(dtype),
     )
@@ -263,7 +263,7 @@ def norm_backward(
             *((stats.inverse, number), (stats.mean, number), (residual, row), (norm.scale, "!d")),
         ],
         [(row, dn.dtype), *[(f"b s/{sums} !d", jnp.float32)] * len(learned)],
-        partial(_rows, per_program=sums, warps=warps_of_row(columns)),
+        partial(_rows, per_program=sums, warps=_warps(columns)),
         NORM=constants._replace(residual=residual is not None, sums=sums),
     )
     gradients = [
@@ -278,7 +278,7 @@ def norm_backward(
 def _constants(norm: Norm, columns: int, size: int) -> Constants:
     has = norm.scale is not None, norm.shift is not None
     layer = norm.kind == "layer"
-    return Constants(columns, max(padded_width(columns), size), size, layer, *has, norm.eps)
+    return Constants(columns, max(_width(columns), size), size, layer, *has, norm.eps)
 
 
 def _parameters(norm: Norm, axes: str) -> list[tuple[Array | None, str]]:
@@ -289,3 +289,13 @@ def _rows(x: Array, *others: Array, warps: int, per_program: int = 1) -> dict[st
     """The arguments of `launch` for programs that hold whole rows."""
     del others
     return {"programs": math.prod(x.shape[:-1]) // per_program, "warps": warps}
+
+
+def _width(columns: int) -> int:
+    """The next power of two, because the sizes of Triton's arrays must be powers of two."""
+    return 1 << (columns - 1).bit_length()
+
+
+def _warps(columns: int) -> int:
+    """About 8 columns per thread."""
+    return min(max(_width(columns) // 256, 1), 16)

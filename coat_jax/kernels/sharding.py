@@ -61,7 +61,6 @@ def launch_sharded(
     inputs: Sequence[tuple[Array | None, str]],
     outputs: Sequence[tuple[str, DTypeLike]],
     grid: Callable[..., dict[str, Any]],
-    finish: Callable[[Placement, Sequence[Array]], Sequence[Array]] = lambda _, results: results,
     **constants: Any,
 ) -> tuple[Array, ...]:
     """Launches a kernel, on each device for its own shards.
@@ -71,13 +70,12 @@ def launch_sharded(
         inputs: arrays and their named axes; None for an array that the kernel does not read.
         outputs: the named axes and the dtype of each result. An axis that no input has is 1.
         grid: of the shards, the arguments of `launch` that depend on their shapes.
-        finish: (placement, results of the kernel for these shards) -> results.
         constants: the kernel's other `tl.constexpr` parameters.
     """
     arrays = [array for array, _ in inputs if array is not None]
     operands = [axes for array, axes in inputs if array is not None]
 
-    def run(placement: Placement, *shards: Array) -> Sequence[Array]:
+    def run(_: Placement, *shards: Array) -> Sequence[Array]:
         sizes = _NamedAxes([s.shape for s in shards], operands, []).sizes
 
         def size(axis: str) -> int:
@@ -90,8 +88,7 @@ def launch_sharded(
         results = [
             jax.ShapeDtypeStruct(tuple(map(size, axes.split())), dtype) for axes, dtype in outputs
         ]
-        found = launch(kernel, *pointers, outputs=results, **grid(*pointers), **constants)
-        return finish(placement, found)
+        return launch(kernel, *pointers, outputs=results, **grid(*pointers), **constants)
 
     return run_placed(run, arrays, operands, [axes for axes, _ in outputs])
 

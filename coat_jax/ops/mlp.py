@@ -23,7 +23,6 @@ from coat_jax.kernels.activation import (
     activation_backward,
     activation_cast,
     activation_forward,
-    activation_forward_int8,
     activation_rescale,
     gradient_bounds,
     require_activation,
@@ -45,7 +44,6 @@ from coat_jax.ops.projection import (
     Unrounded,
     as_layers,
     bounded_input_gradient,
-    fp8_scale,
     gradient_operand,
     input_gradient,
     mode_of,
@@ -177,15 +175,9 @@ def save_activation(
     size = mode.fused_block if act in HAVE_KERNELS else None
     stochastic = precision.saves_stochastically
     if size is not None:
-        used: Input
-        if precision.forward_products == "int8":
-            products = [p for p in unscaled if isinstance(p, int8.Product)]
-            blocks, used = activation_forward_int8(
-                products or hidden, act, precision.forward, size, stochastic=stochastic
-            )
-            return SavedActivation(blocks, fp8_scale(used, mode)), used
+        products = [p for p in unscaled if isinstance(p, int8.Product)]
         blocks, codes, maxima = activation_forward(
-            hidden,
+            products or hidden,
             act,
             precision.forward,
             size,
@@ -194,8 +186,12 @@ def save_activation(
             products=precision.forward_products,
         )
         scale = gemm.tensor_scale(jnp.max(maxima, initial=0.0), precision.forward)
+        used: Input
         if codes is None:
             used = Operand(activation_cast(blocks, act, scale, size), None, scale)
+        elif precision.forward_products == "int8":
+            of_rows = jnp.max(maxima, axis=-1, initial=0.0)
+            used = int8.RowCodes(activation_rescale(codes, maxima, of_rows, size), of_rows)
         elif precision.forward_products == "bf16":
             used = Unrounded(codes, scale)
         else:

@@ -130,19 +130,6 @@ def test_forward_products_are_in_int8_and_backward_products_in_fp8():
     assert xla_reads(program, rf"\[{B},{S},{F}\]") == []
 
 
-def test_rows_of_int8_take_one_kernel_unless_their_columns_are_sharded():
-    """Those of `o`'s and `down`'s inputs; devices then exchange the largest number of each row."""
-    alone, sharded = (
-        compiled_layer(coat.COAT_INT8, where=where) for where in ("alone", "fsdp and tensor")
-    )
-    one = ["int8_row", "activation_forward_int8_rows"]
-    two = ["int8_rows_tile", "activation_forward_int8_rows", "int8_rescale_tile"]
-    for program, kernels in ((alone, one), (sharded, two)):
-        found = re.findall(r'name = "((?:activation_forward_)?int8_r\w*)', program)
-        assert sorted(found) == sorted(kernels)
-    assert sum(kind.startswith(f"s32[{B // 2},{S}]") for kind in collectives_of(sharded)) == 2
-
-
 def test_forward_products_are_in_bf16_and_backward_products_in_fp8():
     """What they take comes from the kernels that save it: XLA reads none of the hidden arrays."""
     program = compiled_layer(coat.COAT_BF16_FORWARD)

@@ -15,7 +15,7 @@ from coat_jax.kernels.triton.blocks import (
     power_of_two,
 )
 from coat_jax.kernels.triton.formats import round_to_fp8
-from coat_jax.kernels.triton.int8 import finite_or_nan, int8_scale, rescale_rows, round_to_int8
+from coat_jax.kernels.triton.int8 import int8_scale, round_to_int8
 from coat_jax.kernels.triton.tiles import (
     block_offsets,
     load_blocks,
@@ -62,11 +62,11 @@ def activation(x, ACT: tl.constexpr):
 
 
 @triton.jit
-def store_maxima(maxima, bits, row, start, SIZE: tl.constexpr, TILES: tl.constexpr):
+def store_maxima(maxima, bits, row, SIZE: tl.constexpr, TILES: tl.constexpr):
     """Stores the largest magnitude of every SIZE columns of a row; returns its bits."""
     bits = tl.reshape(bits, [TILES.height, TILES.width // SIZE, SIZE])
     largest = tl.max(bits, axis=2)
-    offsets, mask = block_offsets(row, start, SIZE, TILES)
+    offsets, mask = block_offsets(row, SIZE, TILES)
     tl.store(maxima + offsets, largest.to(tl.float32, bitcast=True), mask=mask)
     return largest
 
@@ -89,20 +89,20 @@ def activation_forward_tile(
     ACT: tl.constexpr, F8: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Stores gate and up in blocks, and the maxima of their activation."""
-    row, column, start = tile_indices(TILES)
+    row, column = tile_indices(TILES)
     g = store_blocks(
         load_tile(gate, row, column, TILES),
-        gate_codes, gate_exponents, row, column, start, first, within,
+        gate_codes, gate_exponents, row, column, first, within,
         ACT.stochastic, False, F8, TILES,
     )  # fmt: skip
     a, _ = activation(g, ACT)
     if ACT.gated:
         a *= store_blocks(
             load_tile(up, row, column, TILES),
-            up_codes, up_exponents, row, column, start, first, within,
+            up_codes, up_exponents, row, column, first, within,
             ACT.stochastic, True, F8, TILES,
         )  # fmt: skip
-    store_maxima(maxima, magnitude_bits(a), row, start, ACT.per_maximum, TILES)
+    store_maxima(maxima, magnitude_bits(a), row, ACT.per_maximum, TILES)
 
 
 @triton.jit
@@ -111,10 +111,10 @@ def activation_cast_tile(
     ACT: tl.constexpr, F8: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """The activation of blocks as FP8 codes."""
-    row, column, start = tile_indices(TILES)
-    a, _ = activation(load_blocks(gate_codes, gate_exponents, row, column, start, TILES), ACT)
+    row, column = tile_indices(TILES)
+    a, _ = activation(load_blocks(gate_codes, gate_exponents, row, column, TILES), ACT)
     if ACT.gated:
-        a *= load_blocks(up_codes, up_exponents, row, column, start, TILES)
+        a *= load_blocks(up_codes, up_exponents, row, column, TILES)
     q = round_to_fp8(a * (1.0 / tl.load(scale)), F8).to(out.dtype.element_ty)
     store_tile(q, out, row, column, TILES)
 
@@ -127,12 +127,12 @@ def activation_backward_tile(
     ACT: tl.constexpr, F8: tl.constexpr, GRADIENT_F8: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """The gradients of gate and up in both layouts, and a recomputed in the transposed one."""
-    row, column, start = tile_indices(TILES)
+    row, column = tile_indices(TILES)
     # Hides from Triton that more than 8 columns are contiguous: a thread then holds 8 neighbours;
     # it does not have the registers for 16.
     column = column // 8 * 8 + column % 8
     d = load_tile(da, row, column, TILES)
-    g = load_blocks(gate_codes, gate_exponents, row, column, start, TILES)
+    g = load_blocks(gate_codes, gate_exponents, row, column, TILES)
     a, slope = activation(g, ACT)
     if ACT.gated:
         q = round_tile(
@@ -142,7 +142,7 @@ def activation_backward_tile(
         q = q.to(second.dtype.element_ty)
         store_tile(q, second, row, column, TILES)
         store_transposed(q, second_transposed, row, column, TILES)
-        u = load_blocks(up_codes, up_exponents, row, column, start, TILES)
+        u = load_blocks(up_codes, up_exponents, row, column, TILES)
         a *= u
         d *= u
     q = round_tile(
@@ -174,21 +174,21 @@ def activation_backward_ungated_tile(
 
 
 @triton.jit
-def activate_exact_values(
+def activation_forward_exact_tile(
     gate, up, row_scale, gate_scale, up_scale, first, within,
-    gate_codes, gate_exponents, up_codes, up_exponents, maxima, row, column, start,
+    gate_codes, gate_exponents, up_codes, up_exponents, out, maxima,
     ACT: tl.constexpr, F8: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Stores gate and up in blocks, and the maxima of their activation.
+    """Stores gate and up in blocks, the activation of their exact values, and its maxima.
 
-    Returns the activation of their exact values, [rows, maxima, columns of a maximum], and the bits
-    of the maxima. A maximum is over both the activations of the exact values and those of the
-    decoded blocks. Gate and up may be unscaled INT8 products; otherwise the scales are not read.
+    A maximum is over both the activations of the exact values and those of the decoded blocks. Gate
+    and up may be unscaled INT8 products; otherwise the scales are not read.
     """
+    row, column = tile_indices(TILES)
     v = load_hidden(gate, row_scale, gate_scale, row, column, TILES)
     a, _ = activation(v, ACT)
     v = store_blocks(
-        v, gate_codes, gate_exponents, row, column, start, first, within,
+        v, gate_codes, gate_exponents, row, column, first, within,
         ACT.stochastic, False, F8, TILES,
     )  # fmt: skip
     a_rounded, _ = activation(v, ACT)
@@ -196,28 +196,15 @@ def activate_exact_values(
         v = load_hidden(up, row_scale, up_scale, row, column, TILES)
         a *= v
         a_rounded *= store_blocks(
-            v, up_codes, up_exponents, row, column, start, first, within,
+            v, up_codes, up_exponents, row, column, first, within,
             ACT.stochastic, True, F8, TILES,
         )  # fmt: skip
     bits = tl.maximum(magnitude_bits(a), magnitude_bits(a_rounded))
-    largest = store_maxima(maxima, bits, row, start, ACT.per_maximum, TILES)
+    largest = store_maxima(maxima, bits, row, ACT.per_maximum, TILES)
     a = tl.reshape(a, [TILES.height, TILES.width // ACT.per_maximum, ACT.per_maximum])
-    return a, largest
-
-
-@triton.jit
-def activation_forward_exact_tile(
-    gate, up, first, within, gate_codes, gate_exponents, up_codes, up_exponents, out, maxima,
-    ACT: tl.constexpr, F8: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """Stores gate and up in blocks, the activation of their exact values, and its maxima."""
-    row, column, start = tile_indices(TILES)
-    a, largest = activate_exact_values(
-        gate, up, gate, gate, gate, first, within,
-        gate_codes, gate_exponents, up_codes, up_exponents, maxima, row, column, start,
-        ACT, F8, TILES,
-    )  # fmt: skip
-    if out.dtype.element_ty.primitive_bitwidth == 8:
+    if out.dtype.element_ty == tl.int8:
+        a = round_to_int8(a, int8_scale(largest.to(tl.float32, bitcast=True))[:, :, None])
+    elif out.dtype.element_ty.primitive_bitwidth == 8:
         a *= inverse_power(fitting_exponent(largest, F8))[:, :, None]
         a = round_to_fp8(a, F8)
     q = tl.reshape(a, [TILES.height, TILES.width])
@@ -225,49 +212,13 @@ def activation_forward_exact_tile(
 
 
 @triton.jit
-def activation_forward_int8_rows(
-    gate, up, row_scale, gate_scale, up_scale, first, within,
-    gate_codes, gate_exponents, up_codes, up_exponents, out, maxima, largest,
-    ACT: tl.constexpr, F8: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """The same for a few whole rows and INT8, tile by tile, and the largest magnitude of each row.
-
-    Codes are rounded with the scales of their maxima. If this device has all columns, they are then
-    rounded with those of their rows, while they are still in the cache.
-    """
-    HEIGHT: tl.constexpr = TILES.height
-    MAXIMA: tl.constexpr = TILES.width // ACT.per_maximum
-    row = tl.program_id(0) * HEIGHT + tl.arange(0, HEIGHT)
-    top = tl.zeros([HEIGHT, MAXIMA], tl.int32)
-    for start in range(0, TILES.columns, TILES.width):
-        column = start + tl.arange(0, TILES.width)
-        a, bits = activate_exact_values(
-            gate, up, row_scale, gate_scale, up_scale, first, within,
-            gate_codes, gate_exponents, up_codes, up_exponents, maxima, row, column, start,
-            ACT, F8, TILES,
-        )  # fmt: skip
-        q = round_to_int8(a, int8_scale(bits.to(tl.float32, bitcast=True))[:, :, None])
-        store_tile(tl.reshape(q, [HEIGHT, TILES.width]), out, row, column, TILES)
-        top = tl.maximum(top, bits)
-    of_row = finite_or_nan(tl.max(top, axis=1).to(tl.float32, bitcast=True))
-    tl.store(largest + row, of_row, mask=row < TILES.rows)
-    if TILES.columns == ACT.columns:
-        tl.debug_barrier()  # other threads have stored codes and maxima
-        for start in range(0, TILES.columns, TILES.width):
-            column = start + tl.arange(0, TILES.width)
-            rescale_rows(
-                out, maxima, of_row, out, row, column, start, ACT.per_maximum, TILES
-            )  # fmt: skip
-
-
-@triton.jit
 def activation_rescale_tile(
     codes, maxima, scale, out, F8: tl.constexpr, TILES: tl.constexpr
 ):  # fmt: skip
     """Codes with a scale per row and block become codes with one scale."""
-    row, column, start = tile_indices(TILES)
+    row, column = tile_indices(TILES)
     q = load_tile(codes, row, column, TILES)
-    offsets, mask = block_offsets(row, start, TILES.block, TILES)
+    offsets, mask = block_offsets(row, TILES.block, TILES)
     largest = tl.load(maxima + offsets, mask=mask, other=0.0)
     factor = power_of_two(fitting_exponent(magnitude_bits(largest), F8)) * (1.0 / tl.load(scale))
     q = tl.reshape(q, [TILES.height, TILES.width // TILES.block, TILES.block])

@@ -24,7 +24,7 @@ def cast_both_and_squares(
     CAST: tl.constexpr, F8: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """One tile in both layouts, and sums of squares."""
-    row, column, start = tile_indices(TILES)
+    row, column = tile_indices(TILES)
     y = load_tile(x, row, column, TILES) * (1.0 / tl.load(scale))
     y = round_tile(y, row_numbers, column_numbers, row, column, CAST.stochastic, F8, TILES)
     codes = y.to(straight.dtype.element_ty)
@@ -35,7 +35,7 @@ def cast_both_and_squares(
     if CAST.per_sum:
         y = through_fp8(y, straight.dtype.element_ty)
         y = tl.reshape(y * y, [TILES.height, TILES.width // CAST.per_sum, CAST.per_sum])
-        offsets, mask = block_offsets(row, start, CAST.per_sum, TILES)
+        offsets, mask = block_offsets(row, CAST.per_sum, TILES)
         tl.store(squares + offsets, tl.sum(y, axis=2), mask=mask)
 
 

@@ -61,27 +61,9 @@ def column_maxima_tile(x, maxima, TILES: tl.constexpr):
 
 
 @triton.jit
-def store_int8_row(v, codes, largest, row, column, COLUMNS: tl.constexpr):
-    """Stores a whole row as codes, and its largest magnitude."""
-    top = finite_or_nan(tl.max(magnitude_bits(v), axis=0).to(tl.float32, bitcast=True))
-    tl.store(largest + row, top)
-    q = round_to_int8(v, int8_scale(top))
-    tl.store(codes + row * COLUMNS + column, q, mask=column < COLUMNS)
-
-
-@triton.jit
-def int8_row(x, codes, largest, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
-    """One row of an array as codes, and its largest magnitude."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, WIDTH)
-    v = tl.load(x + row * COLUMNS + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
-    store_int8_row(v, codes, largest, row, column, COLUMNS)
-
-
-@triton.jit
 def int8_rows_tile(x, largest, out, TILES: tl.constexpr):
     """One tile of an array, each row with its scale, as codes."""
-    row, column, _ = tile_indices(TILES)
+    row, column = tile_indices(TILES)
     v = load_tile(x, row, column, TILES)
     scale = int8_scale(tl.load(largest + row, mask=row < TILES.rows, other=0.0))
     store_tile(round_to_int8(v, scale[:, None]), out, row, column, TILES)
@@ -90,7 +72,7 @@ def int8_rows_tile(x, largest, out, TILES: tl.constexpr):
 @triton.jit
 def int8_columns_tile(x, largest, out, TILES: tl.constexpr):
     """One tile of an array, each column with its scale, as transposed codes."""
-    row, column, _ = tile_indices(TILES)
+    row, column = tile_indices(TILES)
     v = load_tile(x, row, column, TILES)
     scale = int8_scale(tl.load(largest + column, mask=column < TILES.columns, other=0.0))
     store_transposed(round_to_int8(v, scale[None, :]), out, row, column, TILES)
@@ -98,21 +80,13 @@ def int8_columns_tile(x, largest, out, TILES: tl.constexpr):
 
 @triton.jit
 def int8_rescale_tile(codes, maxima, largest, out, TILES: tl.constexpr):
-    """One tile of `rescale_rows`."""
-    row, column, start = tile_indices(TILES)
-    top = tl.load(largest + row, mask=row < TILES.rows, other=0.0)
-    rescale_rows(codes, maxima, top, out, row, column, start, TILES.block, TILES)
-
-
-@triton.jit
-def rescale_rows(
-    codes, maxima, largest, out, row, column, start, SIZE: tl.constexpr, TILES: tl.constexpr
-):  # fmt: skip
-    """Codes with a scale per row and SIZE columns become codes with one scale per row."""
+    """Codes with a scale per row and block become codes with one scale per row."""
+    row, column = tile_indices(TILES)
     q = load_tile(codes, row, column, TILES)
-    offsets, mask = block_offsets(row, start, SIZE, TILES)
+    offsets, mask = block_offsets(row, TILES.block, TILES)
     before = int8_scale(tl.load(maxima + offsets, mask=mask, other=0.0))
-    factor = before / int8_scale(largest)[:, None]
-    q = tl.reshape(q, [TILES.height, TILES.width // SIZE, SIZE])
+    after = int8_scale(tl.load(largest + row, mask=row < TILES.rows, other=0.0))
+    factor = before / after[:, None]
+    q = tl.reshape(q, [TILES.height, TILES.width // TILES.block, TILES.block])
     q = to_int8(tl.reshape(q * factor[:, :, None], [TILES.height, TILES.width]))
     store_tile(q, out, row, column, TILES)

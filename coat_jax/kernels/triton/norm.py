@@ -16,7 +16,7 @@ from coat_jax.kernels.triton.blocks import (
     round_blocks,
 )
 from coat_jax.kernels.triton.formats import round_to_fp8, through_fp8
-from coat_jax.kernels.triton.int8 import store_int8_row
+from coat_jax.kernels.triton.int8 import finite_or_nan, int8_scale, round_to_int8
 from coat_jax.kernels.triton.tiles import load_blocks, round_tile, store_transposed, tile_indices
 
 
@@ -48,7 +48,10 @@ def norm_forward_row_int8(
     v = save_and_normalize(
         x, first_numbers, scale, shift, codes, exponents, inverse, mean, row, column, NORM, F8
     )
-    store_int8_row(v, normalized, largest, row, column, NORM.columns)
+    top = finite_or_nan(tl.max(magnitude_bits(v), axis=0).to(tl.float32, bitcast=True))
+    tl.store(largest + row, top)
+    q = round_to_int8(v, int8_scale(top))
+    tl.store(normalized + row * NORM.columns + column, q, mask=column < NORM.columns)
 
 
 @triton.jit
@@ -93,9 +96,9 @@ def norm_cast_tile(
     NORM: tl.constexpr, F8: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """One tile of norm(x), from blocks and statistics, as transposed FP8 codes."""
-    row, column, start = tile_indices(TILES)
+    row, column = tile_indices(TILES)
     rows, columns = row < TILES.rows, column < TILES.columns
-    v = load_blocks(codes, exponents, row, column, start, TILES)
+    v = load_blocks(codes, exponents, row, column, TILES)
     if NORM.layer:
         v = v - tl.load(mean + row, mask=rows, other=0.0)[:, None]
     v = v * tl.load(inverse + row, mask=rows, other=0.0)[:, None]

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from coat_jax.kernels.triton.tiles import (
+    first_column,
     load_tile,
     round_tile,
     store_tile,
@@ -19,11 +20,12 @@ def rotary_backward_cast_heads(
 ):  # fmt: skip
     """The heads of a tile, whose blocks they are. ANGLES are the `Tiles` of cos and sin."""
     HEADS: tl.constexpr = TILES.width // TILES.block
-    row, _, first = tile_indices(TILES)
+    row, _ = tile_indices(TILES)
     pair = tl.arange(0, ANGLES.columns)
     c = load_tile(cos, row % ANGLES.rows, pair, ANGLES)
     s = load_tile(sin, row % ANGLES.rows, pair, ANGLES)
     inverse = 1.0 / tl.load(scale)
+    first = first_column(TILES)
     for head in tl.static_range(HEADS):
         left = first + TILES.block * head + pair
         a = load_tile(dy, row, left, TILES)

@@ -37,12 +37,11 @@ def first_column(TILES: tl.constexpr):
 
 @triton.jit
 def tile_indices(TILES: tl.constexpr):
-    """The rows and the columns of this program's tile, and the first of its columns."""
+    """The rows and the columns of this program's tile."""
     i = tl.arange(0, TILES.height)
     shuffled = i % (TILES.height // 2) * 2 + i // (TILES.height // 2)
     row = first_row(TILES) + shuffled
-    start = first_column(TILES)
-    return row, start + tl.arange(0, TILES.width), start
+    return row, first_column(TILES) + tl.arange(0, TILES.width)
 
 
 @triton.jit
@@ -54,37 +53,36 @@ def load_tile(x, row, column, TILES: tl.constexpr):
 
 
 @triton.jit
-def block_offsets(row, start, SIZE: tl.constexpr, TILES: tl.constexpr):
+def block_offsets(row, SIZE: tl.constexpr, TILES: tl.constexpr):
     """Offsets [rows, blocks] into an array with one number per SIZE columns, and their mask."""
-    # Triton does not see that the blocks of consecutive columns are consecutive.
     blocks: tl.constexpr = (TILES.columns + SIZE - 1) // SIZE
-    block = start // SIZE + tl.arange(0, TILES.width // SIZE)
+    block = first_column(TILES) // SIZE + tl.arange(0, TILES.width // SIZE)
     offsets = row.to(tl.int64)[:, None] * blocks + block[None, :]
     return offsets, (row < TILES.rows)[:, None] & (block < blocks)[None, :]
 
 
 @triton.jit
-def load_blocks(codes, exponents, row, column, start, TILES: tl.constexpr):
+def load_blocks(codes, exponents, row, column, TILES: tl.constexpr):
     """Loads a tile that is stored in blocks, decoded to FP32."""
     q = load_tile(codes, row, column, TILES)
-    offsets, mask = block_offsets(row, start, TILES.block, TILES)
+    offsets, mask = block_offsets(row, TILES.block, TILES)
     scales = power_of_two(tl.load(exponents + offsets, mask=mask, other=127).to(tl.int32))
     q = tl.reshape(q, [TILES.height, TILES.width // TILES.block, TILES.block])
     return tl.reshape(q * scales[:, :, None], [TILES.height, TILES.width])
 
 
 @triton.jit
-def load_block_numbers(first, within, row, start, TILES: tl.constexpr):
+def load_block_numbers(first, within, row, TILES: tl.constexpr):
     """The numbers [rows, blocks] of a tile's blocks; see `numerics.blocks.BlockNumbers`."""
     blocks: tl.constexpr = (TILES.columns + TILES.block - 1) // TILES.block
-    block = start // TILES.block + tl.arange(0, TILES.width // TILES.block)
+    block = first_column(TILES) // TILES.block + tl.arange(0, TILES.width // TILES.block)
     first_of_row = tl.load(first + row, mask=row < TILES.rows, other=0)
     return first_of_row[:, None] + tl.load(within + block, mask=block < blocks, other=0)[None, :]
 
 
 @triton.jit
 def store_blocks(
-    v, codes, exponents, row, column, start, first, within,
+    v, codes, exponents, row, column, first, within,
     STOCHASTIC: tl.constexpr, ANTITHETIC: tl.constexpr, F8: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Stores a tile in blocks. Returns the values that they decode to.
@@ -96,11 +94,11 @@ def store_blocks(
     e = fitting_exponent(tl.max(magnitude_bits(v), axis=2), F8)
     number = None
     if STOCHASTIC:
-        number = load_block_numbers(first, within, row, start, TILES)
+        number = load_block_numbers(first, within, row, TILES)
     q = round_blocks(v, e, number, ANTITHETIC, F8)
     flat = tl.reshape(q, [TILES.height, TILES.width]).to(codes.dtype.element_ty)
     store_tile(flat, codes, row, column, TILES)
-    offsets, mask = block_offsets(row, start, TILES.block, TILES)
+    offsets, mask = block_offsets(row, TILES.block, TILES)
     tl.store(exponents + offsets, e.to(tl.uint8), mask=mask)
     v = through_fp8(q, codes.dtype.element_ty) * power_of_two(e)[:, :, None]
     return tl.reshape(v, [TILES.height, TILES.width])
