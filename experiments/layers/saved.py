@@ -111,7 +111,8 @@ def draw(folder: Path) -> None:
 
 def _name(case: str) -> str:
     """A case's name, a word to a line; presets are coat_jax's."""
-    name = case.replace(",", "") if case.startswith("torch") else f"coat_jax {case}"
+    preset = case.replace("_", "_ ")
+    name = case.replace(",", "") if case.startswith("torch") else f"coat_jax {preset}"
     return name.replace(" ", "\n")
 
 
