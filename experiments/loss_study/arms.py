@@ -51,15 +51,9 @@ ARMS: dict[str, Arm] = {
     "saved_nearest": Arm(precision=replace(SAVED, stochastic=False)),
     # Single operands of products, rounded to nearest; see `operands`.
     **{f"{name}_rounded": Arm(rounded=(name,)) for name in operands.NAMES},
-    # All that COAT rounds, but with products in BF16, which are summed in FP32.
-    "coat_exact_sums": Arm(precision=SAVED, moments=Storage(), rounded=operands.NAMES),
-    "coat_stochastic_backward": replace(
-        BOTH, precision=replace(coat.COAT, stochastic_backward=True)
-    ),
     # One precision for the first part of the run, another one after it.
     "coat_after_bf16": replace(BOTH, start=coat.BF16),
     "coat_after_short_bf16": replace(BOTH, start=coat.BF16, start_share=1 / 24),
-    "coat_lean_after_bf16": replace(BOTH, precision=coat.COAT_LEAN, start=coat.BF16),
     # Other moments, and parameters in BF16.
     "moments_paper": Arm(moments=PAPER),
     "params_bf16_stochastic": Arm(params="bf16_stochastic"),

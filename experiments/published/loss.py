@@ -12,7 +12,6 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
-from experiments import forward_formats
 from experiments.fine_tuning import study as fine_tuning
 from experiments.fine_tuning.ways import USUAL
 from experiments.loss_study.arm import Settings
@@ -152,11 +151,6 @@ def half(study: str, arm: str) -> str:
     return f"{100 * effects(study).effects[arm].half:.{_digits(study)}f}"
 
 
-def holm(study: str, arm: str, held_out: str) -> str:
-    """The p-value of a cost in held-out loss, corrected for the number of arms."""
-    return f"{effects(study, held_out).effects[arm].holm:.2g}"
-
-
 def apart(study: str) -> str:
     """The standard deviation between two baselines of a seed, in percent."""
     return f"{100 * effects(study).noise.apart:.2g}"
@@ -227,10 +221,10 @@ def tuned_presets() -> list[list[str]]:
 
 
 def with_outliers(form: str) -> str:
-    """What a format of forward products costs a small network whose inputs have large columns."""
-    header, *rows = forward_formats.outlier_table(of("forward_formats"))
-    (row,) = (row for row in rows if row[0].replace(",", "").replace(" ", "_") == form)
-    return row[header.index("30 times as large")].partition(" ")[0]
+    """What a format costs a small network whose inputs have columns 30 times as large as others."""
+    name, seeds = form.replace("_", " "), of("forward_formats")["seeds"]
+    costs = [math.log(one[name]["outliers of 30"] / one["exact"]) for one in seeds]
+    return _percent(sum(costs) / len(costs), 2)
 
 
 def tokens(study: str) -> str:
