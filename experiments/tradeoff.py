@@ -11,9 +11,10 @@ from pathlib import Path
 
 from experiments import records
 from experiments.command import parser_of
-from experiments.published.loss import PRESETS, SAVES, effects, layer_ms, layer_units
+from experiments.published.loss import PRESETS, effects, layer_ms, layer_units
 
 STUDY = "124m_longer"
+DRAWN = ("BF16", "FP8_LINEAR", "COAT", "COAT_LEAN", "COAT_INT8", "COAT_PAPER")
 
 
 def draw(path: Path) -> None:
@@ -25,7 +26,7 @@ def draw(path: Path) -> None:
 
     with plt.rc_context(records.CHART | {"axes.grid.axis": "both"}):
         figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), sharey=True)
-        for preset, color in zip(SAVES, records.LINES, strict=False):
+        for preset, color in zip(DRAWN, records.LINES, strict=False):
             mean = half = 0.0
             if preset != "BF16":
                 cost = effects(STUDY).effects[PRESETS[f"`{preset}`"][2]]

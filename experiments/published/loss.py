@@ -62,10 +62,6 @@ PRESETS = {
     "`FP8_LINEAR`": ["products", "", "muon_products", "products"],
     "`COAT_PAPER`": ["coat_rounded_forward", "", "muon_coat_paper", "coat_paper"],
 }
-# What each preset saves, by its name in activation_memory.
-SAVES = {"BF16": "BF16", "FP8_LINEAR": "FP8_LINEAR", "COAT": "COAT", "COAT_LEAN": "COAT_LEAN"}
-SAVES |= {"COAT_INT8": "COAT", "COAT_PAPER": "COAT"}
-
 # The table of parts: what changes, in which study, from which arm ("" is BF16) to which.
 PARTS = [
     ("**forward products in FP8**", "muon", "muon_coat_bf16_forward", "muon_coat"),
@@ -167,13 +163,10 @@ def presets() -> list[list[str]]:
 
 def brief() -> list[list[str]]:
     """The costs that README has."""
-    parts = {"8-bit moments alone": "moments", "activations saved in FP8 alone": "saved"}
-    chosen = ["adamw", "124m_longer"]
+    chosen = ["muon", "124m_longer"]
     rows = [["", *(f"{_name(study)}, {tokens(study)} M tokens" for study in chosen)]]
     for name in ("`COAT_BF16_FORWARD`", "`COAT_INT8`", "`COAT`"):
-        adamw, _, muon, _ = PRESETS[name]
-        rows.append([name, *map(_cell, chosen, (adamw, muon))])
-    rows += [[name, _cell("adamw", arm), ""] for name, arm in parts.items()]
+        rows.append([name, *map(_cell, chosen, PRESETS[name][1:3])])
     return [*rows, ["two BF16 runs apart", *map(apart, chosen)]]
 
 
@@ -266,13 +259,12 @@ def layer_ms(preset: str) -> float:
 
 def layer_units(preset: str) -> float:
     """What a layer of Llama-2-7B saves, in units of its input in BF16."""
-    return of("activation_memory")["units"][SAVES[preset]]["the layer"]
+    return of("activation_memory")["units"][preset]["the layer"]
 
 
 def _layer(preset: str) -> list[str]:
-    if preset not in SAVES:
-        return ["", ""]
-    return [f"{layer_ms(preset):.1f}", f"{layer_units(preset):.1f}"]
+    timed = any(one["layer"] == f"coat_jax {preset}" for one in of("layer_speed")["cases"])
+    return [f"{layer_ms(preset):.1f}" if timed else "", f"{layer_units(preset):.1f}"]
 
 
 def _cell(study: str, arm: str, held_out: str = "") -> str:
