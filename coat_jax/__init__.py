@@ -14,6 +14,7 @@ from typing import Any
 
 from coat_jax import ops as ops
 from coat_jax import optax as optax
+from coat_jax import policies as policies
 from coat_jax import storage as storage
 from coat_jax import telemetry as telemetry
 from coat_jax.numerics import blocks as blocks
@@ -36,6 +37,7 @@ from coat_jax.precision import COAT_LEAN as COAT_LEAN
 from coat_jax.precision import COAT_PAPER as COAT_PAPER
 from coat_jax.precision import FP8_LINEAR as FP8_LINEAR
 from coat_jax.precision import Precision as Precision
+from coat_jax.residuals import save_fp8 as save_fp8
 from coat_jax.storage import Storage as Storage
 
 __version__ = "0.1.0.dev0"
