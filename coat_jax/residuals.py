@@ -1,37 +1,44 @@
-"""FP8 residuals under `jax.checkpoint`: an array that the backward pass reads as FP8 codes.
+"""FP8 residuals under `jax.checkpoint`: the backward pass reads named arrays as codes of 8 bits.
 
-    h = coat.save_fp8(h, "hidden")                                    in the model: an identity
+    h = coat.save_fp8(h, "hidden")                                    in a model: an identity
     f = jax.checkpoint(f, policy=coat.policies.save_fp8("hidden"))    around it: JAX's own
 
-    forward     h itself, exact to the last bit; saves codes and exponents, 1.06 bytes a value
-    backward    recomputes what follows from the decoded values, instead of from what precedes h
+    forward     h itself, exact to the last bit; saves codes and exponents, 1.06 bytes a number
+    backward    recomputes what depends on h from the decoded codes
 
-`jax.checkpoint` asks its policy of each operation whether the result is saved or recomputed.
-`save_fp8` has a rule of its own for this: if the policy says that it is saved, the forward pass also
-encodes h, and the backward pass decodes it. Without a checkpoint, or if the policy does not name it,
-it has no effect. JAX knows such rules in a private module: nothing else here imports one.
+`jax.checkpoint` asks its policy whether the result of an operation is saved or recomputed.
+`save_fp8` has its own rule for this: where the policy says that it is saved, the forward pass also
+encodes h, and the backward pass decodes it. Everywhere else it has no effect: without a checkpoint,
+under a policy that does not name it, in forward-mode derivatives.
+
+Such rules belong to a private module of JAX, which is imported here and nowhere else.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from coat_jax.errors import UserError
+from coat_jax.numerics import eight_bits, mesh_axes
 from coat_jax.numerics.blocks import Blocks, from_blocks, to_blocks
-from coat_jax.numerics.formats import E4M3
+from coat_jax.numerics.explicit_axes import explicit_spec
+from coat_jax.numerics.formats import E4M3, E5M2
+from coat_jax.numerics.noise import of_places, run_numbers
 from coat_jax.ops.checks import require_real
 from coat_jax.precision import Block
-from coat_jax.validation import require
+from coat_jax.validation import brief, require
 
 try:
-    from jax._src.core import JaxprEqn, Var
+    from jax._src.core import Var
     from jax._src.interpreters.partial_eval import (
         Offloadable,
         RecomputeType,
@@ -40,13 +47,15 @@ try:
     )
 except ImportError as error:  # pragma: no cover
     raise ImportError(
-        f"coat.save_fp8 works with JAX 0.10 to 0.12, and not with {jax.__version__}: {error}."
+        f"coat.save_fp8 works with JAX 0.10 to 0.12, and this is JAX {jax.__version__}: {error}"
     ) from error
 
-save = Primitive("save_fp8")  # the identity
-encode = Primitive("encode_fp8")
-decode = Primitive("decode_fp8")
-encode.multiple_results = True
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+save_p = Primitive("save_fp8")  # the identity
+encode_p = Primitive("encode_fp8")  # the identity, codes and scales
+encode_p.multiple_results = True
+decode_p = Primitive("decode_fp8")
 
 
 def save_fp8(
@@ -57,14 +66,16 @@ def save_fp8(
     block: int = 16,
     stochastic: bool = True,
 ) -> Float[Array, "*rows D"]:
-    """`x`, which a checkpoint whose policy has this name saves in FP8 blocks.
+    """Returns `x`. A checkpoint whose policy has this name saves it in 8 bits.
 
     Args:
-        x: any array of the model, in BF16, FP16 or FP32.
-        name: for `coat.policies.save_fp8`.
-        dtype: of the codes: E4M3 (more precision) or E5M2 (more range).
-        block: how many neighbours on the last axis share an exponent: 16, 32, 64 or 128.
-        stochastic: rounds up or down at random, right on average, instead of to nearest.
+        x: an array of a model, in BF16, FP16 or FP32.
+        name: for `coat.policies.save_fp8`. Several arrays may share it.
+        dtype: of the codes: E4M3 (more precision), E5M2 (more range), or INT8 with one scale for
+            each row.
+        block: how many neighbours on the last axis share an exponent of E4M3 or E5M2.
+        stochastic: whether numbers are rounded up or down at random, right on average, instead of
+            to nearest. The random bits depend only on an element's place in the array.
 
     Example:
         >>> import coat_jax as coat, jax, jax.numpy as jnp
@@ -77,151 +88,175 @@ def save_fp8(
         (32, 64)
     """
     require_real("save_fp8", x, least_rank=1)
+    if not isinstance(name, str):
+        raise TypeError(f"save_fp8 takes a name as its second argument, not {brief(name)}.")
+    if jnp.dtype(dtype) not in (E4M3, E5M2, jnp.int8):
+        raise UserError(f"save_fp8 got dtype={brief(dtype)}. Use coat.E4M3, coat.E5M2 or jnp.int8.")
     require("block", block, Block)
-    return save.bind(x, name=name, dtype=dtype, block=block, stochastic=stochastic)
+    mesh = jax.typeof(x).sharding.mesh
+    columns, parts = x.shape[-1], mesh_axes.shards(explicit_spec(x)[-1], mesh)
+    if parts > 1 and columns // parts % block and jnp.dtype(dtype) != jnp.int8:
+        raise UserError(
+            f"save_fp8 got {name!r} with a last axis of {columns} in {parts} shards, which are no "
+            f"multiple of block={block}. Shard another axis, or use smaller blocks."
+        )
+    kept: Array = save_p.bind(
+        x, name=name, dtype=jnp.dtype(dtype), block=block, stochastic=stochastic
+    )
+    return kept
 
 
-def policy(
-    *names: str, otherwise: Callable[..., Any] | None = None, offload: bool = False
-) -> Callable[..., Any]:
-    """A policy for `jax.checkpoint`: saves the arrays of `coat.save_fp8` with these names in FP8.
+@dataclasses.dataclass(frozen=True)
+class SaveFP8:
+    """A policy for `jax.checkpoint`; made by `coat.policies.save_fp8`."""
 
-    Args:
-        names: of `coat.save_fp8`.
-        otherwise: the policy for everything else, such as
-            `jax.checkpoint_policies.dots_saveable`; None recomputes it.
-        offload: whether codes wait for the backward pass in pinned host memory.
-    """
-    found: Any = Offloadable("device", "pinned_host") if offload else True
+    names: tuple[str, ...]
+    otherwise: Callable[..., Any] | None
+    offload: bool
 
-    def decide(primitive: Any, *types: Any, **parameters: Any) -> Any:
-        if primitive is save:
-            return found if parameters["name"] in names else False
-        return False if otherwise is None else otherwise(primitive, *types, **parameters)
-
-    return decide
+    def __call__(self, primitive: Any, *types: Any, **parameters: Any) -> Any:
+        """Whether the result of an operation is saved, recomputed or offloaded."""
+        if primitive is save_p:
+            saved: Any = Offloadable("device", "pinned_host") if self.offload else True
+            return saved if parameters["name"] in self.names else False
+        return self.otherwise is not None and self.otherwise(primitive, *types, **parameters)
 
 
-# --- The identity ----------------------------------------------------------------------------
+# --- The identity, and its rule in a checkpoint -------------------------------------------------
 
 
-@save.def_impl
-def _same(x: Array, **how: Any) -> Array:
-    return x
-
-
-@save.def_abstract_eval
-def _same_type(x: Any, **how: Any) -> Any:
-    return x
-
-
-def _derivative(primals: Sequence[Any], tangents: Sequence[Any], **how: Any) -> tuple[Any, Any]:
-    return save.bind(*primals, **how), tangents[0]
-
-
-ad.primitive_jvps[save] = _derivative
-batching.defvectorized(save)
-mlir.register_lowering(save, lambda context, x, **how: [x])
+def _name(primals: Sequence[Any], tangents: Sequence[Any], **how: Any) -> tuple[Any, Any]:
+    return save_p.bind(*primals, **how), tangents[0]  # the tangent has no name
 
 
 def _split(
-    saveable: Callable[..., Any],
-    unknown: Sequence[bool],
-    available: Sequence[bool],
-    equation: Any,
+    policy: Callable[..., Any], unknown: Sequence[bool], available: Sequence[bool], equation: Any
 ) -> tuple[Any, Any, list[bool], list[bool], list[Any]]:
-    """The rule: what of an equation the forward and the backward pass evaluate, and what is saved.
+    """Divides an equation between the forward and the backward pass of a checkpoint.
+
+    Args:
+        policy: of the checkpoint.
+        unknown: whether the operand is unknown in the forward pass.
+        available: whether the backward pass has the operand.
+        equation: of `save_p`.
 
     Returns:
-        The equation of the forward pass, that of the backward pass, whether the result is unknown
-        in the forward pass, whether the backward pass has it, and what it needs of the forward one.
+        The equations of the forward and of the backward pass; whether the result is unknown in the
+        forward pass, and available in the backward pass; and the residuals.
     """
     (x,), how = equation.invars, equation.params
+    operand = [] if available[0] else [x]
     if unknown[0]:
-        return None, equation, [True], [True], [] if available[0] else [x]
-    case = ensure_enum(saveable(save, x.aval, **how))
+        return None, equation, [True], [True], operand
+    case = ensure_enum(policy(save_p, x.aval, **how))
     if isinstance(case, RecomputeType):
-        return equation, equation, [False], [True], [] if available[0] else [x]
-    offload = isinstance(case, Offloadable)
-    made = [Var(aval) for aval in _encoded(x.aval, offload=offload, **how)]
-    of_encode = {name: value for name, value in how.items() if name != "name"}
+        return equation, equation, [False], [True], operand
+    how = how | {"offload": isinstance(case, Offloadable)}
+    residuals = [Var(kind) for kind in _residual_types(x.aval, **how)]
     forward = equation.replace(
-        primitive=encode,
-        outvars=[*equation.outvars, *made],
-        params=of_encode | {"offload": offload},
+        primitive=encode_p, outvars=[*equation.outvars, *residuals], params=how
     )
-    backward = equation.replace(
-        primitive=decode,
-        invars=made,
-        params={"block": how["block"], "dtype": x.aval.dtype, "offload": offload},
-    )
-    return forward, backward, [False], [True], made
+    params = {"dtype": x.aval.dtype, "block": how["block"]}
+    backward = equation.replace(primitive=decode_p, invars=residuals, params=params)
+    return forward, backward, [False], [True], residuals
 
 
-partial_eval_jaxpr_custom_rules[save] = _split
+save_p.def_impl(lambda x, **how: x)
+save_p.def_abstract_eval(lambda x, **how: x)
+ad.primitive_jvps[save_p] = _name
+batching.defvectorized(save_p)
+mlir.register_lowering(save_p, lambda context, x, **how: [x])
+partial_eval_jaxpr_custom_rules[save_p] = _split
+
+# --- Codes and scales ---------------------------------------------------------------------------
 
 
-# --- Encoding and decoding ---------------------------------------------------------------------
-
-
-def _encoded(x: Any, *, dtype: DTypeLike, block: int, offload: bool, **rest: Any) -> list[Any]:
-    """The types of codes and exponents."""
-    count = -(-x.shape[-1] // block)
-    how = {"weak_type": False} | ({"memory_space": jax.memory.Space.Host} if offload else {})
-    return [
-        x.update(dtype=jnp.dtype(dtype), **how),
-        x.update(shape=(*x.shape[:-1], count), dtype=jnp.dtype(jnp.uint8), **how),
-    ]
-
-
-@encode.def_abstract_eval
-def _encode_types(x: Any, **how: Any) -> list[Any]:
-    return [x, *_encoded(x, **how)]
-
-
-def _encode(x: Array, *, dtype: DTypeLike, block: int, stochastic: bool, offload: bool) -> Any:
-    made = to_blocks(x, dtype, size=block, stochastic=stochastic)
+def _encode(
+    x: Float[Array, "*rows D"],
+    *,
+    name: str,
+    dtype: DTypeLike,
+    block: int,
+    stochastic: bool,
+    offload: bool,
+) -> tuple[Array, Array, Array]:
+    """x itself, its codes, and an exponent for each block or a scale for each row."""
+    del name
+    if dtype == jnp.int8:
+        magnitudes = jnp.abs(x.astype(jnp.float32))
+        scales = eight_bits.scale_of(jnp.max(magnitudes, axis=-1, initial=0.0), "int8")
+        codes = _round_rows(x, scales, stochastic)
+    else:
+        codes, scales = to_blocks(x, dtype, size=block, stochastic=stochastic)
     if offload:
-        made = jax.device_put(made, jax.memory.Space.Host)
-    return (x, *made)
+        codes, scales = jax.device_put((codes, scales), HOST)
+    return x, codes, scales
 
 
-def _decode(codes: Array, exponents: Array, *, dtype: DTypeLike, block: int, offload: bool) -> Any:
-    blocks = Blocks(codes, exponents)
-    if offload:
-        blocks = jax.device_put(blocks, jax.memory.Space.Device)
-    return from_blocks(blocks, size=block).astype(dtype)
+def _round_rows(x: Float[Array, "*rows D"], scales: Float[Array, "*rows"], stochastic: bool) -> Any:
+    if not stochastic:
+        return eight_bits.encode(x, scales[..., None], "int8")
+    bits = of_places(run_numbers(scales.shape), x.shape[-1])
+    noise = (bits >> 8).astype(jnp.float32) * np.float32(2.0**-24)
+    y = jnp.floor(x.astype(jnp.float32) / scales[..., None] + noise)
+    return eight_bits.encode(y, jnp.float32(1), "int8")
 
 
-@decode.def_abstract_eval
-def _decode_type(codes: Any, exponents: Any, *, dtype: DTypeLike, **how: Any) -> Any:
-    return codes.update(dtype=jnp.dtype(dtype), memory_space=jax.memory.Space.Device)
+def _decode(
+    codes: Array, scales: Array, *, dtype: DTypeLike, block: int
+) -> Float[Array, "*rows D"]:
+    if codes.dtype == jnp.int8:
+        return (codes.astype(jnp.float32) * scales[..., None]).astype(dtype)
+    return from_blocks(Blocks(codes, scales), size=block).astype(dtype)
+
+
+def _on_device(codes: Array, scales: Array, **how: Any) -> Any:
+    if jax.typeof(codes).memory_space == HOST:
+        codes, scales = jax.device_put((codes, scales), DEVICE)
+    return _decode(codes, scales, **how)
+
+
+def _residual_types(
+    x: Any, *, dtype: DTypeLike, block: int, offload: bool, **rest: Any
+) -> list[Any]:
+    """The types of codes and scales."""
+    codes = x.update(dtype=dtype, weak_type=False, memory_space=HOST if offload else DEVICE)
+    *rows, columns = x.shape
+    if dtype != jnp.int8:
+        return [codes, codes.update(shape=(*rows, -(-columns // block)), dtype=jnp.dtype("uint8"))]
+    sharding = x.sharding.update(spec=x.sharding.spec[:-1])
+    return [codes, codes.update(shape=(*rows,), dtype=jnp.dtype("float32"), sharding=sharding)]
+
+
+def _decoded_type(codes: Any, scales: Any, *, dtype: DTypeLike, block: int) -> Any:
+    return codes.update(dtype=dtype, memory_space=DEVICE)
 
 
 def _refuse(primals: Sequence[Any], tangents: Sequence[Any], **how: Any) -> Any:
     raise UserError(
-        "An array that a checkpoint saves by coat.save_fp8 can be differentiated once only: its "
-        "codes have no derivative. Leave its name out of the policy where you need Hessians."
+        "A function whose checkpoint saves arrays by coat.policies.save_fp8 can be differentiated "
+        "once only: codes have no derivative. Use another policy where you need Hessians."
     )
 
 
-def _define(primitive: Primitive, function: Callable[..., Any]) -> None:
+def _define(primitive: Primitive, function: Callable[..., Any], types: Callable[..., Any]) -> None:
     several = primitive.multiple_results
 
     def run(*arrays: Array, **how: Any) -> Any:
         return jax.jit(partial(function, **how))(*arrays)
 
     def batched(arrays: Sequence[Any], axes: Sequence[int], **how: Any) -> Any:
-        # Blocks lie along the last axis.
+        # Blocks and rows lie along the last axis.
         first = [jnp.moveaxis(a, axis, 0) for a, axis in zip(arrays, axes, strict=True)]
-        made = primitive.bind(*first, **how)
-        return made, [0] * len(made) if several else 0
+        results = primitive.bind(*first, **how)
+        return results, [0] * len(results) if several else 0
 
     primitive.def_impl(run)
+    primitive.def_abstract_eval(types)
     mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=several))
-    ad.primitive_jvps[primitive] = _refuse
     batching.primitive_batchers[primitive] = batched
+    ad.primitive_jvps[primitive] = _refuse
 
 
-_define(encode, _encode)
-_define(decode, _decode)
+_define(encode_p, _encode, lambda x, **how: [x, *_residual_types(x, **how)])
+_define(decode_p, _on_device, _decoded_type)
