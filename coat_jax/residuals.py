@@ -151,14 +151,40 @@ def _split(
     case = ensure_enum(policy(save_p, x.aval, **how))
     if isinstance(case, RecomputeType):
         return equation, equation, [False], [True], operand
-    how = how | {"offload": isinstance(case, Offloadable)}
-    residuals = [Var(kind) for kind in _residual_types(x.aval, **how)]
-    forward = equation.replace(
-        primitive=encode_p, outvars=[*equation.outvars, *residuals], params=how
-    )
-    params = {"dtype": x.aval.dtype, "block": how["block"]}
-    backward = equation.replace(primitive=decode_p, invars=residuals, params=params)
+    back = {"dtype": x.aval.dtype, "block": how["block"]}
+    kinds = _residual_types(x.aval, **how)
+    encode, decode = partial(encode_p.bind, **how), partial(decode_p.bind, **back)
+    if isinstance(case, Offloadable):
+        encode, decode = _to_host(encode), _from_host(decode)
+        kinds = [kind.update(memory_space=HOST) for kind in kinds]
+    residuals = [Var(kind) for kind in kinds]
+    forward = _equation(encode, [x], [*equation.outvars, *residuals], equation)
+    backward = _equation(decode, residuals, equation.outvars, equation)
     return forward, backward, [False], [True], residuals
+
+
+def _equation(
+    function: Callable[..., Any], operands: Sequence[Any], results: Sequence[Any], like: Any
+) -> Any:
+    """An equation that calls a function, from `like`, which it replaces."""
+    program = jax.make_jaxpr(jax.jit(function, inline=False))(*(v.aval for v in operands))
+    (call,) = program.jaxpr.eqns
+    return call.replace(invars=[*operands], outvars=[*results], source_info=like.source_info)
+
+
+def _to_host(encode: Callable[..., Any]) -> Callable[..., Any]:
+    def encode_to_host(x: Array) -> Any:
+        x, *residuals = encode(x)
+        return x, *jax.device_put(residuals, HOST)
+
+    return encode_to_host
+
+
+def _from_host(decode: Callable[..., Any]) -> Callable[..., Any]:
+    def decode_from_host(*residuals: Array) -> Any:
+        return decode(*jax.device_put(residuals, DEVICE))
+
+    return decode_from_host
 
 
 save_p.def_impl(lambda x, **how: x)
@@ -178,7 +204,6 @@ def _encode(
     dtype: DTypeLike,
     block: int,
     stochastic: bool,
-    offload: bool,
 ) -> tuple[Array, Array, Array]:
     """x itself, its codes, and an exponent for each block or a scale for each row."""
     del name
@@ -188,8 +213,6 @@ def _encode(
         codes = _round_rows(x, scales, stochastic)
     else:
         codes, scales = to_blocks(x, dtype, size=block, stochastic=stochastic)
-    if offload:
-        codes, scales = jax.device_put((codes, scales), HOST)
     return x, codes, scales
 
 
@@ -210,17 +233,9 @@ def _decode(
     return from_blocks(Blocks(codes, scales), size=block).astype(dtype)
 
 
-def _on_device(codes: Array, scales: Array, **how: Any) -> Any:
-    if jax.typeof(codes).memory_space == HOST:
-        codes, scales = jax.device_put((codes, scales), DEVICE)
-    return _decode(codes, scales, **how)
-
-
-def _residual_types(
-    x: Any, *, dtype: DTypeLike, block: int, offload: bool, **rest: Any
-) -> list[Any]:
+def _residual_types(x: Any, *, dtype: DTypeLike, block: int, **rest: Any) -> list[Any]:
     """The types of codes and scales."""
-    codes = x.update(dtype=dtype, weak_type=False, memory_space=HOST if offload else DEVICE)
+    codes = x.update(dtype=dtype, weak_type=False)
     *rows, columns = x.shape
     if dtype != jnp.int8:
         return [codes, codes.update(shape=(*rows, -(-columns // block)), dtype=jnp.dtype("uint8"))]
@@ -229,7 +244,7 @@ def _residual_types(
 
 
 def _decoded_type(codes: Any, scales: Any, *, dtype: DTypeLike, block: int) -> Any:
-    return codes.update(dtype=dtype, memory_space=DEVICE)
+    return codes.update(dtype=dtype)
 
 
 def _refuse(primals: Sequence[Any], tangents: Sequence[Any], **how: Any) -> Any:
@@ -259,4 +274,4 @@ def _define(primitive: Primitive, function: Callable[..., Any], types: Callable[
 
 
 _define(encode_p, _encode, lambda x, **how: [x, *_residual_types(x, **how)])
-_define(decode_p, _on_device, _decoded_type)
+_define(decode_p, _decode, _decoded_type)

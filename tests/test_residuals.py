@@ -138,7 +138,7 @@ def test_flax_takes_the_policy():
 
     _, want = value_and_gradient(jax.checkpoint(layer, policy=POLICY), X, W)
     found = nnx.grad(lambda model: jnp.sum(model(X) ** 2))(Layer())
-    np.testing.assert_allclose(found.w[...], want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found.w[...], want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
