@@ -38,6 +38,7 @@ from coat_jax.precision import COAT_PAPER as COAT_PAPER
 from coat_jax.precision import FP8_LINEAR as FP8_LINEAR
 from coat_jax.precision import Precision as Precision
 from coat_jax.residuals import save_fp8 as save_fp8
+from coat_jax.saved_bytes import saved_bytes as saved_bytes
 from coat_jax.storage import Storage as Storage
 
 __version__ = "0.1.0.dev0"

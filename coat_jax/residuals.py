@@ -153,7 +153,8 @@ def _split(
         return equation, equation, [False], [True], operand
     back = {"dtype": x.aval.dtype, "block": how["block"]}
     kinds = _residual_types(x.aval, **how)
-    encode, decode = partial(encode_p.bind, **how), partial(decode_p.bind, **back)
+    encode: Callable[..., Any] = partial(encode_p.bind, **how)
+    decode: Callable[..., Any] = partial(decode_p.bind, **back)
     if isinstance(case, Offloadable):
         encode, decode = _to_host(encode), _from_host(decode)
         kinds = [kind.update(memory_space=HOST) for kind in kinds]
