@@ -24,13 +24,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from coat_jax.errors import UserError
+from coat_jax.kernels import dispatch
+from coat_jax.kernels.block_cast import block_cast
 from coat_jax.numerics import eight_bits, mesh_axes
-from coat_jax.numerics.blocks import Blocks, from_blocks, to_blocks
-from coat_jax.numerics.explicit_axes import explicit_spec
+from coat_jax.numerics.blocks import Blocks, from_blocks
+from coat_jax.numerics.explicit_axes import explicit_spec, shard_inside
 from coat_jax.numerics.formats import E4M3, E5M2
 from coat_jax.numerics.noise import of_places, run_numbers
 from coat_jax.ops.checks import require_real
@@ -53,9 +56,7 @@ except ImportError as error:  # pragma: no cover
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 save_p = Primitive("save_fp8")  # the identity
-encode_p = Primitive("encode_fp8")  # the identity, codes and scales
-encode_p.multiple_results = True
-decode_p = Primitive("decode_fp8")
+LABEL = "save_fp8"  # begins the name of the function that encodes an array
 
 
 def save_fp8(
@@ -151,41 +152,31 @@ def _split(
     case = ensure_enum(policy(save_p, x.aval, **how))
     if isinstance(case, RecomputeType):
         return equation, equation, [False], [True], operand
-    back = {"dtype": x.aval.dtype, "block": how["block"]}
-    kinds = _residual_types(x.aval, **how)
-    encode: Callable[..., Any] = partial(encode_p.bind, **how)
-    decode: Callable[..., Any] = partial(decode_p.bind, **back)
-    if isinstance(case, Offloadable):
-        encode, decode = _to_host(encode), _from_host(decode)
-        kinds = [kind.update(memory_space=HOST) for kind in kinds]
-    residuals = [Var(kind) for kind in kinds]
-    forward = _equation(encode, [x], [*equation.outvars, *residuals], equation)
-    backward = _equation(decode, residuals, equation.outvars, equation)
-    return forward, backward, [False], [True], residuals
+    name, *format = how["name"], how["dtype"], how["block"], how["stochastic"]
+    offload = isinstance(case, Offloadable)
+    of_codes = partial(_decode, dtype=x.aval.dtype, block=how["block"], offload=offload)
+    label = f"{LABEL} {jnp.dtype(how['dtype']).name} {name}"
+    forward = _call(label, partial(_encode, format=tuple(format), offload=offload), x.aval)
+    backward = _call("decode", of_codes, *(v.aval for v in forward.outvars[1:]))
+    residuals = [Var(v.aval) for v in forward.outvars[1:]]
+    return (
+        forward.replace(invars=[x], outvars=[*equation.outvars, *residuals]),
+        backward.replace(invars=residuals, outvars=equation.outvars),
+        [False],
+        [True],
+        residuals,
+    )
 
 
-def _equation(
-    function: Callable[..., Any], operands: Sequence[Any], results: Sequence[Any], like: Any
-) -> Any:
-    """An equation that calls a function, from `like`, which it replaces."""
-    program = jax.make_jaxpr(jax.jit(function, inline=False))(*(v.aval for v in operands))
-    (call,) = program.jaxpr.eqns
-    return call.replace(invars=[*operands], outvars=[*results], source_info=like.source_info)
+def _call(name: str, function: Callable[..., Any], *types: Any) -> Any:
+    """The equation that calls a jitted function, to which JAX gives this name."""
 
+    def named(*arrays: Array) -> Any:
+        return function(*arrays)
 
-def _to_host(encode: Callable[..., Any]) -> Callable[..., Any]:
-    def encode_to_host(x: Array) -> Any:
-        x, *residuals = encode(x)
-        return x, *jax.device_put(residuals, HOST)
-
-    return encode_to_host
-
-
-def _from_host(decode: Callable[..., Any]) -> Callable[..., Any]:
-    def decode_from_host(*residuals: Array) -> Any:
-        return decode(*jax.device_put(residuals, DEVICE))
-
-    return decode_from_host
+    named.__name__ = named.__qualname__ = name
+    (equation,) = jax.make_jaxpr(jax.jit(named))(*types).jaxpr.eqns
+    return equation
 
 
 save_p.def_impl(lambda x, **how: x)
@@ -197,24 +188,30 @@ partial_eval_jaxpr_custom_rules[save_p] = _split
 
 # --- Codes and scales ---------------------------------------------------------------------------
 
+Format = tuple[Any, int, bool]  # dtype, block, stochastic
 
-def _encode(
-    x: Float[Array, "*rows D"],
-    *,
-    name: str,
-    dtype: DTypeLike,
-    block: int,
-    stochastic: bool,
-) -> tuple[Array, Array, Array]:
+
+def _encode(x: Float[Array, "*rows D"], *, format: Format, offload: bool) -> Any:
     """x itself, its codes, and an exponent for each block or a scale for each row."""
-    del name
+    *rows, columns = explicit_spec(x)
+    last = [] if format[0] == jnp.int8 else [columns]
+    specs = PartitionSpec(*rows, columns), PartitionSpec(*rows, *last)
+    codes, scales = shard_inside(partial(_round, format), lambda: specs, x)
+    if offload:
+        codes, scales = jax.device_put((codes, scales), HOST)
+    return x, codes, scales
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _round(format: Format, x: Float[Array, "*rows D"]) -> tuple[Array, Array]:
+    dtype, block, stochastic = format
     if dtype == jnp.int8:
         magnitudes = jnp.abs(x.astype(jnp.float32))
         scales = eight_bits.scale_of(jnp.max(magnitudes, axis=-1, initial=0.0), "int8")
-        codes = _round_rows(x, scales, stochastic)
-    else:
-        codes, scales = to_blocks(x, dtype, size=block, stochastic=stochastic)
-    return x, codes, scales
+        return _round_rows(x, scales, stochastic), scales
+    implementation = dispatch.choose(None)
+    blocks = block_cast(x, dtype, block, stochastic=stochastic, implementation=implementation)
+    return blocks.codes, blocks.exponents
 
 
 def _round_rows(x: Float[Array, "*rows D"], scales: Float[Array, "*rows"], stochastic: bool) -> Any:
@@ -227,52 +224,25 @@ def _round_rows(x: Float[Array, "*rows D"], scales: Float[Array, "*rows"], stoch
 
 
 def _decode(
-    codes: Array, scales: Array, *, dtype: DTypeLike, block: int
+    codes: Array, scales: Array, *, dtype: DTypeLike, block: int, offload: bool
 ) -> Float[Array, "*rows D"]:
-    if codes.dtype == jnp.int8:
-        return (codes.astype(jnp.float32) * scales[..., None]).astype(dtype)
-    return from_blocks(Blocks(codes, scales), size=block).astype(dtype)
+    if offload:
+        codes, scales = jax.device_put((codes, scales), DEVICE)
+
+    def decode(codes: Array, scales: Array) -> Array:
+        if codes.dtype == jnp.int8:
+            return (codes.astype(jnp.float32) * scales[..., None]).astype(dtype)
+        return from_blocks(Blocks(codes, scales), size=block).astype(dtype)
+
+    decoded: Array = shard_inside(
+        decode, lambda: PartitionSpec(*explicit_spec(codes)), codes, scales
+    )
+    return decoded
 
 
-def _residual_types(x: Any, *, dtype: DTypeLike, block: int, **rest: Any) -> list[Any]:
-    """The types of codes and scales."""
-    codes = x.update(dtype=dtype, weak_type=False)
-    *rows, columns = x.shape
-    if dtype != jnp.int8:
-        return [codes, codes.update(shape=(*rows, -(-columns // block)), dtype=jnp.dtype("uint8"))]
-    sharding = x.sharding.update(spec=x.sharding.spec[:-1])
-    return [codes, codes.update(shape=(*rows,), dtype=jnp.dtype("float32"), sharding=sharding)]
-
-
-def _decoded_type(codes: Any, scales: Any, *, dtype: DTypeLike, block: int) -> Any:
-    return codes.update(dtype=dtype)
-
-
-def _refuse(primals: Sequence[Any], tangents: Sequence[Any], **how: Any) -> Any:
+@_round.defjvp
+def _refuse(format: Format, primals: Any, tangents: Any) -> Any:
     raise UserError(
         "A function whose checkpoint saves arrays by coat.policies.save_fp8 can be differentiated "
         "once only: codes have no derivative. Use another policy where you need Hessians."
     )
-
-
-def _define(primitive: Primitive, function: Callable[..., Any], types: Callable[..., Any]) -> None:
-    several = primitive.multiple_results
-
-    def run(*arrays: Array, **how: Any) -> Any:
-        return jax.jit(partial(function, **how))(*arrays)
-
-    def batched(arrays: Sequence[Any], axes: Sequence[int], **how: Any) -> Any:
-        # Blocks and rows lie along the last axis.
-        first = [jnp.moveaxis(a, axis, 0) for a, axis in zip(arrays, axes, strict=True)]
-        results = primitive.bind(*first, **how)
-        return results, [0] * len(results) if several else 0
-
-    primitive.def_impl(run)
-    primitive.def_abstract_eval(types)
-    mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=several))
-    batching.primitive_batchers[primitive] = batched
-    ad.primitive_jvps[primitive] = _refuse
-
-
-_define(encode_p, _encode, lambda x, **how: [x, *_residual_types(x, **how)])
-_define(decode_p, _decode, _decoded_type)

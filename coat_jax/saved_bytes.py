@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 
 from coat_jax.errors import UserError
-from coat_jax.residuals import SaveFP8, encode_p, save_p
+from coat_jax.residuals import LABEL, SaveFP8, save_p
 
 OTHERWISE = "not in 8 bits"
 
@@ -92,10 +92,10 @@ def saved_bytes(function: Callable[..., Any], *args: Any) -> SavedBytes:
         if encoded is None:
             key, count = ("", variable.aval.dtype.name), 1
         else:
-            name, codes = encoded
-            key = name, codes.dtype.name
-            count = math.prod(variable.aval.shape) // math.prod(codes.shape)
-            count *= variable.aval.dtype == codes.dtype  # the other array is that of scales
+            key, shape = encoded
+            # Of two arrays, one has the codes and the other one the scales.
+            is_codes = variable.aval.dtype.name == key[1]
+            count = is_codes * math.prod(variable.aval.shape) // math.prod(shape)
         counts = found.setdefault(key, [0, 0])
         counts[0] += count
         counts[1] += _bytes(variable.aval)
@@ -152,17 +152,17 @@ def _require_names(program: Any) -> None:
             )
 
 
-def _encoded(program: Any, variable: Any) -> tuple[str, Any] | None:
-    """The name of the array whose codes or scales a variable has, and the type of the codes."""
+def _encoded(program: Any, variable: Any) -> tuple[tuple[str, str], tuple[int, ...]] | None:
+    """Of codes or scales, the array's name, the codes' dtype, and the shape in one iteration."""
     for equation in program.eqns:
         if variable not in equation.outvars:
             continue
-        if equation.primitive is encode_p:
-            return equation.params["name"], equation.outvars[1].aval
+        label, _, rest = str(equation.params.get("name", "")).partition(" ")
+        if label == LABEL:
+            dtype, _, name = rest.partition(" ")
+            return (name, dtype), variable.aval.shape
         position = equation.outvars.index(variable)
         for inner in _inner(equation):
             if len(inner.outvars) == len(equation.outvars):
                 return _encoded(inner, inner.outvars[position])
-        if len(equation.invars) == len(equation.outvars):  # a transfer to the host
-            return _encoded(program, equation.invars[position])
     return None
