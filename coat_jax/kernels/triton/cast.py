@@ -46,9 +46,9 @@ def block_cast_tile(
     STOCHASTIC: tl.constexpr, ANTITHETIC: tl.constexpr, F8: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """One tile in blocks."""
-    row, column, start = tile_indices(TILES)
+    row, column = tile_indices(TILES)
     store_blocks(
-        load_tile(x, row, column, TILES), codes, exponents, row, column, start, first, within,
+        load_tile(x, row, column, TILES), codes, exponents, row, column, first, within,
         STOCHASTIC, ANTITHETIC, F8, TILES,
     )  # fmt: skip
 
