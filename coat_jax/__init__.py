@@ -6,6 +6,7 @@ tx = coat.optax.fp8_adamw(1e-3, b2=0.95, weight_decay=0.1)   # AdamW, 2.1 bytes 
 tx = coat.optax.compress(optax.lion(1e-4))                   # any optax transformation
 model = coat.nn.convert(model, precision=coat.COAT)          # an NNX model, its layers in FP8
 y = coat.ops.gated_mlp(x, norm, gate, up, down)              # a layer as a plain function
+h = coat.save_fp8(h, "hidden")                               # saved in FP8 by jax.checkpoint
 e = coat.expansion.encode(x)                                 # dynamic range expansion by itself
 """
 
@@ -14,7 +15,6 @@ from typing import Any
 
 from coat_jax import ops as ops
 from coat_jax import optax as optax
-from coat_jax import policies as policies
 from coat_jax import storage as storage
 from coat_jax import telemetry as telemetry
 from coat_jax.numerics import blocks as blocks
@@ -37,8 +37,9 @@ from coat_jax.precision import COAT_LEAN as COAT_LEAN
 from coat_jax.precision import COAT_PAPER as COAT_PAPER
 from coat_jax.precision import FP8_LINEAR as FP8_LINEAR
 from coat_jax.precision import Precision as Precision
+from coat_jax.residuals import policies as policies
 from coat_jax.residuals import save_fp8 as save_fp8
-from coat_jax.saved_bytes import saved_bytes as saved_bytes
+from coat_jax.residuals import saved_bytes as saved_bytes
 from coat_jax.storage import Storage as Storage
 
 __version__ = "0.1.0.dev0"

@@ -30,7 +30,7 @@ LAYERS = [
     ("probes",),
     ("kernels",),
     ("ops",),
-    ("nn", "linen", "optax", "telemetry"),
+    ("nn", "linen", "optax", "residuals", "telemetry"),
     ("models",),
     ("quantization",),
     ("generation", "evaluation"),

@@ -6,7 +6,7 @@ import pytest
 
 import coat_jax as coat
 from coat_jax.errors import UserError
-from coat_jax.saved_bytes import OTHERWISE
+from coat_jax.residuals.counting import OTHERWISE
 
 X = jax.ShapeDtypeStruct((8, 32), jnp.bfloat16)
 WEIGHTS = jax.ShapeDtypeStruct((4, 32, 64), jnp.bfloat16)
