@@ -48,10 +48,10 @@ try:
         ensure_enum,
         partial_eval_jaxpr_custom_rules,
     )
-except ImportError as error:  # pragma: no cover
-    raise ImportError(
-        f"coat.save_fp8 works with JAX 0.10 to 0.12, and this is JAX {jax.__version__}: {error}"
-    ) from error
+
+    MISSING = ""
+except ImportError as error:  # the rest of coat_jax does without
+    MISSING = str(error)
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
@@ -88,6 +88,11 @@ def save_fp8(
         >>> jax.grad(lambda w: layer(x, w).sum())(w).shape
         (32, 64)
     """
+    if MISSING:
+        raise UserError(
+            f"coat.save_fp8 works with JAX 0.10 to 0.12, and this is JAX {jax.__version__}: "
+            f"{MISSING}. Use one of these, or a newer coat_jax."
+        )
     require_real("save_fp8", x, least_rank=1)
     if not isinstance(name, str):
         raise TypeError(f"save_fp8 takes a name as its second argument, not {brief(name)}.")
@@ -184,7 +189,8 @@ save_p.def_abstract_eval(lambda x, **how: x)
 ad.primitive_jvps[save_p] = _name
 batching.defvectorized(save_p)
 mlir.register_lowering(save_p, lambda context, x, **how: [x])
-partial_eval_jaxpr_custom_rules[save_p] = _split
+if not MISSING:
+    partial_eval_jaxpr_custom_rules[save_p] = _split
 
 # --- Codes and scales ---------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import coat_jax as coat
 from coat_jax.errors import UserError
 from coat_jax.numerics.blocks import from_blocks, to_blocks
+from coat_jax.residuals import saving
 
 X = jax.random.normal(jax.random.key(0), (8, 32))
 W = jax.random.normal(jax.random.key(1), (32, 64)) / 6
@@ -178,6 +179,13 @@ def test_inside_shard_map_each_device_rounds_its_own_shard():
     want = value_and_gradient(in_8_bits, X, W)
     np.testing.assert_allclose(found[0], want[0], rtol=1e-6)
     np.testing.assert_allclose(found[1], want[1], rtol=1e-4, atol=1e-5)
+
+
+def test_without_jaxs_private_interface_only_this_is_refused(monkeypatch):
+    """The other tests here fail if JAX moves it."""
+    monkeypatch.setattr(saving, "MISSING", "cannot import name 'ensure_enum'")
+    with pytest.raises(UserError, match=r"JAX 0.10 to 0.12, and this is .*'ensure_enum'"):
+        coat.save_fp8(X, "hidden")
 
 
 def test_what_cannot_be_saved_is_refused():
