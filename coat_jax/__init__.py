@@ -29,6 +29,7 @@ from coat_jax.numerics import statistics as statistics
 from coat_jax.numerics.expansion import Expanded as Expanded
 from coat_jax.numerics.formats import E4M3 as E4M3
 from coat_jax.numerics.formats import E5M2 as E5M2
+from coat_jax.ops.saving import save_fp8 as save_fp8
 from coat_jax.precision import BF16 as BF16
 from coat_jax.precision import COAT as COAT
 from coat_jax.precision import COAT_BF16_FORWARD as COAT_BF16_FORWARD
@@ -38,7 +39,6 @@ from coat_jax.precision import COAT_PAPER as COAT_PAPER
 from coat_jax.precision import FP8_LINEAR as FP8_LINEAR
 from coat_jax.precision import Precision as Precision
 from coat_jax.residuals import policies as policies
-from coat_jax.residuals import save_fp8 as save_fp8
 from coat_jax.residuals import saved_bytes as saved_bytes
 from coat_jax.storage import Storage as Storage
 

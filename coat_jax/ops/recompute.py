@@ -9,21 +9,17 @@ blocks, so by default they are rounded stochastically (`numerics.blocks`).
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax import probes
-from coat_jax.numerics.formats import E4M3
-from coat_jax.ops import recording
 from coat_jax.ops.checks import require_real
-from coat_jax.ops.definition import SavedArray, batch_alike, define_op, restore, save_array
-from coat_jax.ops.projection import Mode
-from coat_jax.precision import Block, Precision
+from coat_jax.ops.saving import SaveFP8, save_fp8
+from coat_jax.precision import Block
 from coat_jax.validation import require
+
+NAME = "recompute"  # of the saved input
 
 
 def recompute(
@@ -50,27 +46,14 @@ def recompute(
     if not callable(function):
         raise TypeError(f"recompute takes a function, not {type(function).__name__}.")
     require("block", block, Block)
-    mode = Mode(Precision(fp8_linear=False, block=block, stochastic=stochastic), "xla")
 
-    def alone(x: Float[Array, "*rows D"], *rest: Any) -> Any:
-        with probes.current_scope(None):  # a probe of the outer trace must not leak into it
-            return function(x, *rest)
+    def named(x: Float[Array, "*rows D"], *rest: Any) -> Any:
+        return function(save_fp8(x, NAME, block=block, stochastic=stochastic), *rest)
 
-    def forward(mode: Mode, dtype: DTypeLike, x: Float[Array, "*rows D"], *rest: Any) -> Any:
-        leaves, structure = jax.tree.flatten(alone(x, *rest))
-        y = jax.tree.unflatten(structure, batch_alike(*leaves))
-        saved = save_array(x, E4M3, block, stochastic=stochastic)
-        return y, (saved, rest), partial(recording.blocks, ("saved",), (x,), (saved,), block, E4M3)
-
-    def backward(
-        mode: Mode, dtype: DTypeLike, saved: SavedArray, rest: tuple[Any, ...], dy: Any
-    ) -> Any:
-        return jax.vjp(alone, restore(saved, dtype, block), *rest)[1](dy), dict
-
-    again = define_op("recompute", forward, backward, blocks=("saved",))
+    again = jax.checkpoint(named, policy=SaveFP8((NAME,)))
 
     def run(x: Float[Array, "*rows D"], *rest: Any) -> Any:
-        require_real("recompute", x, least_rank=1)
-        return again(mode, (x.dtype,), x, *rest)
+        require_real(NAME, x, least_rank=1)
+        return again(x, *rest)
 
     return run

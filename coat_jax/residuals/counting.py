@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 
 from coat_jax.errors import UserError
-from coat_jax.residuals.saving import LABEL, SaveFP8, save_p
+from coat_jax.ops.saving import LABEL, SaveFP8, save_p
 
 OTHERWISE = "not in 8 bits"
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from coat_jax.residuals.saving import SaveFP8
+from coat_jax.ops.saving import SaveFP8
 
 
 def save_fp8(

@@ -6,8 +6,7 @@
 A separate program computes the loss and its gradients and returns a few sums for each tensor; run
 it on a batch every n-th step. The training program does not change. Everything that
 `coat_jax.ops` rounds is seen, whatever framework calls it, except in `adapted_linear` and
-`quantized_linear`. Of a function in `recompute` only the saved input is, unless the function is a
-layer of `coat_jax.models`.
+`quantized_linear`; and so are the arrays of `coat.save_fp8`.
 """
 
 from collections.abc import Callable, Mapping

@@ -276,7 +276,6 @@ ONCE = {
     "mlp": lambda x, p: ops.mlp(x, NORM, W, DOWN, precision=p),
     "attention": lambda x, p: ops.attention(*[x[:, :, None]] * 3, precision=p),
     "attention_linear": lambda x, p: ops.attention_linear(*[x[:, :, None]] * 3, W, precision=p),
-    "recompute": lambda x, p: ops.recompute(jnp.tanh)(x),
 }
 
 

@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from coat_jax import probes
 from coat_jax.errors import UserError
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.block_cast import block_cast
@@ -36,8 +37,11 @@ from coat_jax.numerics.blocks import Blocks, from_blocks
 from coat_jax.numerics.explicit_axes import explicit_spec, shard_inside
 from coat_jax.numerics.formats import E4M3, E5M2
 from coat_jax.numerics.noise import of_places, run_numbers
+from coat_jax.ops import recording
 from coat_jax.ops.checks import require_real
-from coat_jax.precision import Block
+from coat_jax.ops.definition import define_op, save_array
+from coat_jax.ops.projection import Mode
+from coat_jax.precision import Block, Precision
 from coat_jax.validation import brief, require
 
 try:
@@ -106,10 +110,28 @@ def save_fp8(
             f"save_fp8 got {name!r} with a last axis of {columns} in {parts} shards, which are no "
             f"multiple of block={block}. Shard another axis, or use smaller blocks."
         )
+    if probes.current_scope.value is not None and jnp.dtype(dtype) != jnp.int8:
+        with probes.named(name):
+            mode = Mode(Precision(fp8_linear=False, block=block), "xla")
+            x = _watch(mode, (jnp.dtype(dtype), stochastic), x)
     kept: Array = save_p.bind(
         x, name=name, dtype=jnp.dtype(dtype), block=block, stochastic=stochastic
     )
     return kept
+
+
+def _same(mode: Mode, dtype: DTypeLike, stochastic: bool, x: Float[Array, "*rows D"]) -> Any:
+    """The identity, of which telemetry measures what `save_fp8` rounds."""
+
+    def record() -> probes.Probe:
+        block = mode.precision.block
+        saved = save_array(x, dtype, block, stochastic=stochastic)
+        return recording.blocks(("saved",), (x,), (saved,), block, dtype)
+
+    return x, (), record
+
+
+_watch = define_op("save_fp8", _same, lambda mode, *rest: ((rest[-1],), dict), blocks=("saved",))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,8 +139,8 @@ class SaveFP8:
     """A policy for `jax.checkpoint`; made by `coat.policies.save_fp8`."""
 
     names: tuple[str, ...]
-    otherwise: Callable[..., Any] | None
-    offload: bool
+    otherwise: Callable[..., Any] | None = None
+    offload: bool = False
 
     def __call__(self, primitive: Any, *types: Any, **parameters: Any) -> Any:
         """Whether the result of an operation is saved, recomputed or offloaded."""
@@ -248,7 +270,8 @@ def _decode(
 
 @_round.defjvp
 def _refuse(format: Format, primals: Any, tangents: Any) -> Any:
-    raise UserError(
-        "A function whose checkpoint saves arrays by coat.policies.save_fp8 can be differentiated "
-        "once only: codes have no derivative. Use another policy where you need Hessians."
+    raise TypeError(
+        "A function whose checkpoint saves arrays in FP8 (by coat.policies.save_fp8 or "
+        "coat.ops.recompute) can be differentiated once only: codes have no derivative. Use "
+        "another policy where you need Hessians."
     )
