@@ -18,6 +18,8 @@ NEEDS = {
     "flax_linen": "flax",
     "flax_lora": "flax",
     "equinox_loop": "equinox",
+    "equinox_saved": "equinox",
+    "flax_saved": "flax",
     "qwix_provider": "qwix",
     "tunix_trainer": "tunix",
     "maxtext_train": "maxtext",
