@@ -1,7 +1,7 @@
 """The heavy arithmetic: `jnp` references, and the functions that launch Triton kernels.
 
 gemm, int8                  matrix products in FP8 and in INT8
-cast, block_cast            an array in one FP8 tensor, or in FP8 blocks
+cast                        an array in one FP8 tensor
 norm, activation, rotary    the elementwise parts of a layer
 adam, stored_moment         a step of AdamW in 8 bits, launched by adam_launch; one moment by itself
 moment_format               how a moment is stored, as constants of these kernels

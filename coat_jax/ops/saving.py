@@ -30,10 +30,8 @@ from jaxtyping import Array, Float
 
 from coat_jax import probes
 from coat_jax.errors import UserError
-from coat_jax.kernels import dispatch
-from coat_jax.kernels.block_cast import block_cast
 from coat_jax.numerics import eight_bits, mesh_axes
-from coat_jax.numerics.blocks import Blocks, from_blocks
+from coat_jax.numerics.blocks import Blocks, from_blocks, to_blocks
 from coat_jax.numerics.explicit_axes import explicit_spec, shard_inside
 from coat_jax.numerics.formats import E4M3, E5M2
 from coat_jax.numerics.noise import of_places, run_numbers
@@ -237,8 +235,7 @@ def _round(format: Format, x: Float[Array, "*rows D"]) -> tuple[Array, Array]:
         magnitudes = jnp.abs(x.astype(jnp.float32))
         scales = eight_bits.scale_of(jnp.max(magnitudes, axis=-1, initial=0.0), "int8")
         return _round_rows(x, scales, stochastic), scales
-    implementation = dispatch.choose(None)
-    blocks = block_cast(x, dtype, block, stochastic=stochastic, implementation=implementation)
+    blocks = to_blocks(x, dtype, size=block, stochastic=stochastic)
     return blocks.codes, blocks.exponents
 
 

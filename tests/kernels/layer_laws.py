@@ -14,7 +14,6 @@ import pytest
 
 from coat_jax import E4M3, E5M2
 from coat_jax.kernels import activation, gemm, int8, norm, rotary
-from coat_jax.kernels.block_cast import block_cast
 from coat_jax.kernels.cast import cast
 from coat_jax.numerics.blocks import from_blocks, to_blocks
 from coat_jax.numerics.formats import format_of
@@ -143,17 +142,6 @@ def check_cast(shape, dtype, stream):
         if layout != "transposed":
             want = gemm.operand(x, dtype, scale=scale, stream=stream, lengths=True).lengths
             np.testing.assert_allclose(lengths, want, rtol=1e-6)
-
-
-def check_block_cast(shape, dtype, size, **how):
-    x = numbers(0, shape).at[0, 2, 1].set(jnp.inf)
-    got, want = (
-        block_cast(x, dtype, size, implementation=implementation, **how)
-        for implementation in ("triton", "xla")
-    )
-    np.testing.assert_array_equal(got.exponents, want.exponents)
-    finite = np.asarray(jnp.isfinite(from_blocks(want, size=size)))
-    assert_same_bytes(*(np.where(finite, each.codes, 0).astype(dtype) for each in (got, want)))
 
 
 def check_rotary(shape, heads, head, dtype, *, per_sequence, stream):
@@ -331,13 +319,6 @@ class LayerLaws:
     def test_cast(self, dtype, stream):
         for shape in self.shapes:
             check_cast(shape, dtype, stream)
-
-    @dtypes
-    @pytest.mark.parametrize("size", [16, 128])
-    def test_block_cast(self, size, dtype):
-        for shape in self.shapes:
-            check_block_cast(shape, dtype, size)
-            check_block_cast(shape, dtype, size, stochastic=True, antithetic=size == 16)
 
     @streams
     @dtypes

@@ -1,4 +1,4 @@
-"""FP8 codes of an array in one layout or both, and sums of their squares; or in blocks.
+"""FP8 codes of an array in one layout or both, and sums of their squares.
 
 Every output is a parameter of the kernel, hence one entry point per combination of outputs. CAST is
 a `kernels.cast.Cast`: outputs that are not wanted are not written.
@@ -12,7 +12,6 @@ from coat_jax.kernels.triton.tiles import (
     block_offsets,
     load_tile,
     round_tile,
-    store_blocks,
     store_tile,
     store_transposed,
     tile_indices,
@@ -38,19 +37,6 @@ def cast_both_and_squares(
         y = tl.reshape(y * y, [TILES.height, TILES.width // CAST.per_sum, CAST.per_sum])
         offsets, mask = block_offsets(row, CAST.per_sum, TILES)
         tl.store(squares + offsets, tl.sum(y, axis=2), mask=mask)
-
-
-@triton.jit
-def block_cast_tile(
-    x, first, within, codes, exponents,
-    STOCHASTIC: tl.constexpr, ANTITHETIC: tl.constexpr, F8: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """One tile in blocks."""
-    row, column = tile_indices(TILES)
-    store_blocks(
-        load_tile(x, row, column, TILES), codes, exponents, row, column, first, within,
-        STOCHASTIC, ANTITHETIC, F8, TILES,
-    )  # fmt: skip
 
 
 @triton.jit
