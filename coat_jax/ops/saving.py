@@ -151,7 +151,7 @@ class SaveFP8:
 # --- The identity, and its rule in a checkpoint -------------------------------------------------
 
 
-def _name(primals: Sequence[Any], tangents: Sequence[Any], **how: Any) -> tuple[Any, Any]:
+def _derivative(primals: Sequence[Any], tangents: Sequence[Any], **how: Any) -> tuple[Any, Any]:
     return save_p.bind(*primals, **how), tangents[0]  # the tangent has no name
 
 
@@ -179,10 +179,10 @@ def _split(
         return equation, equation, [False], [True], operand
     name, *format = how["name"], how["dtype"], how["block"], how["stochastic"]
     offload = isinstance(case, Offloadable)
-    of_codes = partial(_decode, dtype=x.aval.dtype, block=how["block"], offload=offload)
+    decode = partial(_decode, dtype=x.aval.dtype, block=how["block"], offload=offload)
     label = f"{LABEL} {jnp.dtype(how['dtype']).name} {name}"
     forward = _call(label, partial(_encode, format=tuple(format), offload=offload), x.aval)
-    backward = _call("decode", of_codes, *(v.aval for v in forward.outvars[1:]))
+    backward = _call("decode", decode, *(v.aval for v in forward.outvars[1:]))
     residuals = [Var(v.aval) for v in forward.outvars[1:]]
     return (
         forward.replace(invars=[x], outvars=[*equation.outvars, *residuals]),
@@ -206,7 +206,7 @@ def _call(name: str, function: Callable[..., Any], *types: Any) -> Any:
 
 save_p.def_impl(lambda x, **how: x)
 save_p.def_abstract_eval(lambda x, **how: x)
-ad.primitive_jvps[save_p] = _name
+ad.primitive_jvps[save_p] = _derivative
 batching.defvectorized(save_p)
 mlir.register_lowering(save_p, lambda context, x, **how: [x])
 if not MISSING:
