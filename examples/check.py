@@ -78,9 +78,18 @@ def compare(train: Callable[[bool], Run], *, fp8_products: bool) -> None:
         print(f"{name:16} {run.losses[-1]:7.4f} {bytes_of(run.state) / 1e6:10.2f} MB")
 
 
-def account(program: Any) -> tuple[str, int]:
-    """The text of a compiled step, and the bytes that it needs besides its arguments."""
-    return program.as_text(), program.memory_analysis().temp_size_in_bytes
+def train(
+    step: Any, params: Any, state: Any, data: Iterable[np.ndarray] | None, mesh: jax.sharding.Mesh
+) -> Run:
+    """Takes a jitted step for each batch, and asks XLA what the step needs."""
+    losses, program = [], None
+    for tokens in sharded(data, mesh):
+        program = program or step.lower(params, state, tokens).compile()
+        params, state, loss = step(params, state, tokens)
+        losses.append(float(loss))
+    assert program is not None
+    temporary = program.memory_analysis().temp_size_in_bytes
+    return Run(losses, params, state, program.as_text(), temporary)
 
 
 def compare_saved(train: Callable[[bool, Iterable[np.ndarray]], Run]) -> None:

@@ -106,12 +106,7 @@ def train(
         model = Model(width, layers, fp8, jax.random.key(0))
         params, rest = eqx.partition(model, eqx.is_array)
         state = tx.init(params)
-        losses, program = [], None
-        for tokens in check.sharded(data, mesh):
-            program = program or step.lower(params, state, tokens).compile()
-            params, state, loss = step(params, state, tokens)
-            losses.append(float(loss))
-    return check.Run(losses, params, state, *check.account(program))
+        return check.train(step, params, state, data, mesh)
 
 
 if __name__ == "__main__":

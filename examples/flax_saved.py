@@ -87,12 +87,7 @@ def train(
     with jax.set_mesh(mesh):
         params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
         state = jax.jit(tx.init)(params)
-        losses, program = [], None
-        for tokens in check.sharded(data, mesh):
-            program = program or step.lower(params, state, tokens).compile()
-            params, state, loss = step(params, state, tokens)
-            losses.append(float(loss))
-    return check.Run(losses, params, state, *check.account(program))
+        return check.train(step, params, state, data, mesh)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
     name      saved in         arrays          bytes    in its own dtype
     hidden    float8_e4m3fn         8    561,020,928       1,056,964,608
-    gate      not in 8 bits         8                      1,056,964,608
+    gate      not in 8 bits         8              0       1,056,964,608
               bfloat16              9    268,435,456         268,435,456
 
 The named arrays are those of `coat.save_fp8`. One that no checkpoint saves in 8 bits is recomputed,
@@ -128,13 +128,9 @@ def _equations(program: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
     """All equations, and how often each runs: as often as a scan has iterations."""
     for equation in program.eqns:
         yield equation, times
-        inside = times * equation.params.get("length", 1) if _is_scan(equation) else times
+        length = equation.params["length"] if equation.primitive.name == "scan" else 1
         for inner in _inner(equation):
-            yield from _equations(inner, inside)
-
-
-def _is_scan(equation: Any) -> bool:
-    return bool(equation.primitive.name == "scan")
+            yield from _equations(inner, length * times)
 
 
 def _require_names(program: Any) -> None:

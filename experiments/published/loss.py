@@ -62,6 +62,7 @@ PRESETS = {
     "`FP8_LINEAR`": ["products", "", "muon_products", "products"],
     "`COAT_PAPER`": ["coat_rounded_forward", "", "muon_coat_paper", "coat_paper"],
 }
+
 # The table of parts: what changes, in which study, from which arm ("" is BF16) to which.
 PARTS = [
     ("**forward products in FP8**", "muon", "muon_coat_bf16_forward", "muon_coat"),
@@ -78,6 +79,8 @@ PARTS = [
     ),
     ("... in `COAT`", "124m_longer", "muon_coat", "muon_coat_lean"),
     ("activations rounded to nearest, not stochastically", "adamw", "saved", "saved_nearest"),
+    ("products summed in FP32, in `COAT`", "adamw", "coat", "coat_exact_sums"),
+    ("stochastic operands, backward, in `COAT`", "adamw", "coat", "coat_stochastic_backward"),
     ("AdamW's moments in 8 bits", "adamw", "", "moments"),
     ("`fp8_muon`'s states in 8 bits", "muon", "", "fp8_muon"),
     ("the paper's moments, in `COAT_PAPER`", "adamw", "coat_rounded_forward", "paper"),
@@ -206,7 +209,8 @@ def tuned() -> list[list[str]]:
 def tuned_presets() -> list[list[str]]:
     """What presets cost in fine-tuning."""
     arms = {"8-bit moments alone": "moments"}
-    arms |= {name: arm for name, (*_, arm) in PRESETS.items() if arm}
+    known = effects(TUNED).effects
+    arms |= {name: arm for name, (*_, arm) in PRESETS.items() if arm in known}
     rows = [["", "training", "held out", "held out, evaluated in BF16"]]
     for name, arm in arms.items():
         rows.append([name, *(_cell(TUNED, arm, held_out) for held_out in ("", "own", "bf16"))])
