@@ -39,7 +39,7 @@ from coat_jax.numerics.noise import element_numbers
 from coat_jax.precision import ForwardProducts
 
 # The activations that the Triton kernels compute. XLA computes any other of ACTIVATIONS.
-HAVE_KERNELS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+HAVE_KERNELS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2")
 Activation = str  # a key of ACTIVATIONS
 
 # A new activation is one entry, as in ACTIVATIONS["swish"] = jax.nn.swish.
@@ -47,6 +47,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),  # CLIP's
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }

@@ -22,6 +22,7 @@ Implementation = Literal["xla", "triton"]
 
 FIRST_WITH_FP8 = 89  # Ada Lovelace; Hopper is 90
 HOPPER = 90
+SLOW_INT8 = (103,)  # B300, which multiplies INT8 at a thirtieth of FP8's rate
 
 
 def choose(implementation: Implementation | None, *, products: bool = False) -> Implementation:
@@ -49,6 +50,16 @@ def choose(implementation: Implementation | None, *, products: bool = False) -> 
             "pip install 'coat_jax[gpu]', or use implementation=\"xla\"."
         )
     return implementation
+
+
+def require_fast_int8() -> None:
+    """Raises on a GPU that multiplies INT8 far more slowly than FP8."""
+    if (capability := gpu_capability()) in SLOW_INT8:
+        raise UserError(
+            f'forward_products="int8" is slow on this GPU, of {describe_capability(capability)}: '
+            "its products in INT8 take 30 times as long as those in FP8. Use precision=coat.COAT, "
+            "or coat.COAT_BF16_FORWARD for a lower loss."
+        )
 
 
 def triton_installed() -> bool:

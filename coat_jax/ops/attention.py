@@ -214,21 +214,24 @@ def _attend_padded(
 ) -> Float[Array, "B S N H"]:
     """Pads cuDNN's attention to even lengths, since it has no gradients for odd ones.
 
-    The causal mask or `mask` hides the added key from all queries but the added one.
+    The causal mask, `mask` or the lengths hide the added key from all queries but the added one.
     """
     (batch, s), t = q.shape[:2], k.shape[1]
     queries, keys = s % 2, t % 2  # how many are added
     if not queries and not keys:
         return attend(q, k, v, mask=mask)
+    lengths = {}
     if mask is None and keys and not (causal and s <= t):
-        mask = jnp.ones((batch, 1, s, t), bool)
+        # A mask would be read as a bias [B, N, S, T], which has a gradient of its own.
+        of_row = partial(jnp.full, (batch,), dtype=jnp.int32)
+        lengths = {"query_seq_lengths": of_row(s), "key_value_seq_lengths": of_row(t)}
     if mask is not None:
         mask = jnp.pad(mask, [(0, 0), (0, 0), (0, queries), (0, keys)])
         if queries:  # The softmax of a row without any key would be NaN.
             mask = mask.at[:, :, s, min(s, t + keys - 1)].set(True)
     q = jnp.pad(q, [(0, 0), (0, queries), (0, 0), (0, 0)])
     k, v = (jnp.pad(x, [(0, 0), (0, keys), (0, 0), (0, 0)]) for x in (k, v))
-    return attend(q, k, v, mask=mask)[:, :s]
+    return attend(q, k, v, mask=mask, **lengths)[:, :s]
 
 
 def _pullback_indices(

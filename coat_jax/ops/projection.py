@@ -78,6 +78,8 @@ class Mode(NamedTuple):
 def mode_of(precision: Precision | str, implementation: Implementation | None) -> Mode:
     """Chooses precision and implementation; raises if the implementation cannot run."""
     precision = precision_of(precision)
+    if precision.forward_products == "int8":
+        dispatch.require_fast_int8()
     if precision.fp8_linear and not precision.simulated:
         return Mode(precision, dispatch.choose(implementation, products=True))
     if implementation == "triton" and precision.simulated:

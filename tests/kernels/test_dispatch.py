@@ -41,6 +41,16 @@ def test_a_gpu_before_ada_computes_through_xla_and_refuses_fp8(gpu, capability):
     assert dispatch.choose("xla", products=True) == "xla"
 
 
+def test_a_gpu_without_fast_int8_refuses_int8_alone(gpu):
+    arrays = jnp.ones((16, 32), jnp.bfloat16), jnp.ones((32, 16), jnp.bfloat16)
+    gpu(103)
+    with pytest.raises(UserError, match=r"compute capability 10\.3: its products in INT8 take 30"):
+        coat.ops.linear(*arrays, precision=coat.COAT_INT8, implementation="xla")
+    coat.ops.linear(*arrays, precision=coat.COAT, implementation="xla")
+    gpu(100)
+    coat.ops.linear(*arrays, precision=coat.COAT_INT8, implementation="xla")
+
+
 @pytest.mark.parametrize(
     ("reported", "capability", "words"),
     [("9.0", 90, "compute capability 9.0"), ("gfx942", 0, "no compute capability")],

@@ -19,6 +19,7 @@ MASKS = {
     "window": {"window": 70},
     "segments": {"segments": jnp.arange(2 * 256).reshape(2, 256) // 100},
     "an odd length": {},
+    "all of an odd length": {"causal": False},
     "segments of an odd length": {"segments": jnp.arange(2 * 255).reshape(2, 255) // 100},
 }
 

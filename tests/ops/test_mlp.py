@@ -34,6 +34,7 @@ FORMULAS = {
     "silu": lambda x: x / (1 + jnp.exp(-x)),
     "gelu": lambda x: x * 0.5 * (1 + jax.lax.erf(x / math.sqrt(2))),
     "gelu_tanh": lambda x: x * 0.5 * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "quick_gelu": lambda x: x / (1 + jnp.exp(-1.702 * x)),
     "relu": lambda x: jnp.where(x > 0, x, 0),
     "relu2": lambda x: jnp.where(x > 0, x, 0) ** 2,
 }
@@ -42,6 +43,7 @@ CASES = [
     ("silu", "rms", True),
     ("gelu", "layer", True),
     ("gelu_tanh", None, False),
+    ("quick_gelu", "layer", True),
     ("relu", "rms", False),
     ("relu2", None, True),
 ]

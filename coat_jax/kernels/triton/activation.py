@@ -51,6 +51,10 @@ def activation(x, ACT: tl.constexpr):
         s = sigmoid(inner)
         value = x * s
         slope = s + value * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    elif ACT.name == "quick_gelu":
+        s = sigmoid(1.702 * x)
+        value = x * s
+        slope = s + 1.702 * value * (1.0 - s)
     elif ACT.name == "relu":
         value = tl.maximum(x, 0.0)
         slope = tl.where(x > 0, 1.0, 0.0)
