@@ -18,7 +18,7 @@ from experiments.loss_study.arm import Settings
 from experiments.loss_study.arms import SIZES
 from experiments.loss_study.conditions import baselines_of, conditions_of, trains_by_muon
 from experiments.loss_study.study import PREPARING, STUDY
-from experiments.published.results import FOLDER, bold, case, of
+from experiments.published.results import FOLDER, bold, of
 from experiments.row_files import Row
 from experiments.study import statistics
 from experiments.study.command import STARTING
@@ -49,19 +49,20 @@ STUDIES = {
 TUNED = "tuned"  # fine-tuning, at 40M
 
 # The table of presets: what trains, and its arm in each of these studies.
-COLUMNS = ["adamw", "muon", "124m_longer", TUNED]
+COLUMNS = ["adamw", "muon", "124m", "124m_longer", TUNED]
 PRESETS = {
-    "`COAT_BF16_FORWARD`": [
+    "`COAT_BF16_FORWARD`": (
         "coat_bf16_forward",
-        *["muon_coat_bf16_forward"] * 2,
+        *["muon_coat_bf16_forward"] * 3,
         "coat_bf16_forward",
-    ],
-    "`COAT_INT8`": ["coat_int8", "muon_coat_int8", "muon_coat_int8", "coat_int8"],
-    "`COAT`": ["coat", "muon_coat", "muon_coat", "coat"],
-    "`COAT_LEAN`": ["coat_lean", "muon_coat_lean", "muon_coat_lean", "coat_lean"],
-    "`FP8_LINEAR`": ["products", "", "muon_products", "products"],
-    "`COAT_PAPER`": ["coat_rounded_forward", "", "muon_coat_paper", "coat_paper"],
+    ),
+    "`COAT_INT8`": ("coat_int8", *["muon_coat_int8"] * 3, "coat_int8"),
+    "`COAT`": ("coat", *["muon_coat"] * 3, "coat"),
+    "`COAT_LEAN`": ("coat_lean", *["muon_coat_lean"] * 3, "coat_lean"),
+    "`FP8_LINEAR`": ("products", *["muon_products"] * 3, "products"),
+    "`COAT_PAPER`": ("coat_rounded_forward", *["muon_coat_paper"] * 3, "coat_paper"),
 }
+BY_MUON = 2  # of these columns
 
 # The table of parts: what changes, in which study, from which arm ("" is BF16) to which.
 PARTS = [
@@ -73,12 +74,20 @@ PARTS = [
     ("**forward products in INT8**", "muon", "muon_coat_bf16_forward", "muon_coat_int8"),
     ("**backward products in FP8**", "muon", "muon_saved", "muon_coat_bf16_forward"),
     ("activations saved in FP8", "muon", "", "muon_saved"),
+    ("... in E3M2, 6 bits", "muon", "", "muon_saved_norms_and_hidden_e3m2"),
+    ("... in E2M1, 4 bits", "muon", "", "muon_saved_norms_and_hidden_e2m1"),
+    ("... in NVFP4, 4 bits with finer scales", "muon", "", "muon_saved_norms_and_hidden_nvfp4"),
     (
         "attention's operands saved in FP8, too", "muon", "muon_coat_bf16_forward",
         "muon_coat_lean_bf16_forward",
     ),
     ("... in `COAT`", "124m_longer", "muon_coat", "muon_coat_lean"),
     ("activations rounded to nearest, not stochastically", "adamw", "saved", "saved_nearest"),
+    (
+        "forward products in BF16 in the first quarter, in `COAT`", "muon", "muon_coat",
+        "muon_coat_after_bf16_forward",
+    ),
+    ("... in the last twentieth", "muon", "muon_coat", "muon_coat_before_bf16_forward"),
     ("products summed in FP32, in `COAT`", "adamw", "coat", "coat_exact_sums"),
     ("stochastic operands, backward, in `COAT`", "adamw", "coat", "coat_stochastic_backward"),
     ("AdamW's moments in 8 bits", "adamw", "", "moments"),
@@ -157,7 +166,7 @@ def apart(study: str) -> str:
 
 def presets() -> list[list[str]]:
     """What each preset, and each part of it, costs and saves."""
-    rows = [["", "layer, ms", "saved, U", *map(_name, COLUMNS)]]
+    rows = [["", "layer, ms", "saved, U", *map(_title, COLUMNS)]]
     rows.append(["`BF16`: noise floor", *_layer("BF16"), *map(apart, COLUMNS)])
     for name, arms in PRESETS.items():
         rows.append([name, *_layer(name.strip("`")), *map(_cell, COLUMNS, arms)])
@@ -166,8 +175,8 @@ def presets() -> list[list[str]]:
 
 def brief() -> list[list[str]]:
     """The costs that README has."""
-    chosen = ["muon", "124m_longer"]
-    rows = [["", *(f"{_name(study)}, {tokens(study)} M tokens" for study in chosen)]]
+    chosen = ["muon", "124m"]
+    rows = [["", *map(_title, chosen)]]
     for name in ("`COAT_BF16_FORWARD`", "`COAT_INT8`", "`COAT`"):
         rows.append([name, *map(_cell, chosen, PRESETS[name][1:3])])
     return [*rows, ["two BF16 runs apart", *map(apart, chosen)]]
@@ -217,6 +226,41 @@ def tuned_presets() -> list[list[str]]:
     return rows
 
 
+def sooner() -> list[list[str]]:
+    """How much sooner than BF16 each preset reaches BF16's loss, in a small run and in a large one.
+
+    A preset needs more tokens, because each brings it a little less far, and less time for each.
+    """
+    rows = [["", "speed of a layer"]]
+    rows[0] += [f"{run} run, {what}" for run in ("small", "large") for what in ("tokens", "speed")]
+    known = effects("124m").effects
+    for name, arms in PRESETS.items():
+        if (arm := arms[BY_MUON]) in known:
+            faster, cells = layer_ms("BF16") / layer_ms(name.strip("`")), []
+            for falls in (_measured_fall(), _fall_of_chinchilla(7e9, 2e12)):
+                more = math.exp(known[arm].mean / falls)
+                cells += [f"{more:.3f}", f"{faster / more:.2f}"]
+            rows.append([name, f"{faster:.2f}", *cells])
+    return rows
+
+
+def _measured_fall() -> float:
+    """By how much the log of BF16's loss falls for each unit of the log of the tokens."""
+    logs = []
+    for study in ("124m", "124m_longer"):
+        baselines = [row for row in runs(study) if row["arm"] in baselines_of(runs(study))]
+        losses = [statistics.final(row) for row in baselines]
+        logs.append((math.log(float(tokens(study))), math.log(sum(losses) / len(losses))))
+    (few, high), (many, low) = logs
+    return (high - low) / (many - few)
+
+
+def _fall_of_chinchilla(parameters: float, tokens: float) -> float:
+    """The same by the law of Hoffmann et al., 2022: L = 1.69 + 406.4 / N^0.34 + 410.7 / D^0.28."""
+    of_tokens = 410.7 / tokens**0.28
+    return 0.28 * of_tokens / (1.69 + 406.4 / parameters**0.34 + of_tokens)
+
+
 def with_outliers(form: str) -> str:
     """What a format costs a small network whose inputs have columns 30 times as large as others."""
     name, seeds = form.replace("_", " "), of("forward_formats")["seeds"]
@@ -257,8 +301,9 @@ def _minutes(study: str, seeds: int) -> float:
 
 
 def layer_ms(preset: str) -> float:
-    """The time of a layer of Llama-2-7B, forward and backward."""
-    return case("layer_speed", layer=f"coat_jax {preset}")["ms"]
+    """The time of a layer of Llama-2-7B, forward and backward: a fourth of a stack of four."""
+    stacks = of("gpu_suite_presets")["stacks"]
+    return stacks["ms"][preset] / stacks["layers"]
 
 
 def layer_units(preset: str) -> float:
@@ -267,8 +312,7 @@ def layer_units(preset: str) -> float:
 
 
 def _layer(preset: str) -> list[str]:
-    timed = any(one["layer"] == f"coat_jax {preset}" for one in of("layer_speed")["cases"])
-    return [f"{layer_ms(preset):.1f}" if timed else "", f"{layer_units(preset):.1f}"]
+    return [f"{layer_ms(preset):.1f}", f"{layer_units(preset):.1f}"]
 
 
 def _cell(study: str, arm: str, held_out: str = "") -> str:
@@ -291,6 +335,12 @@ def _percent(value: float, digits: int) -> str:
 
 def _name(study: str) -> str:
     return "40 M, fine-tuning" if study == TUNED else STUDIES[study].name
+
+
+def _title(study: str) -> str:
+    """The name of a study, and its tokens where another one has the same name."""
+    alike = study != TUNED and [one.name for one in STUDIES.values()].count(_name(study)) > 1
+    return f"{_name(study)}, {tokens(study)} M tokens" if alike else _name(study)
 
 
 def _digits(study: str) -> int:
