@@ -107,9 +107,7 @@ def outcome(name: str, config: TrainConfig) -> Outcome:
         float(run.curve("loss")[1, -LAST:].mean()),
         float(run.curve("held_out_loss")[1, -1]),
         sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.moments)),
-        accounting.saved_activations(
-            config.model, config.global_batch_size, config.sequence_length
-        ),
+        accounting.saved_activations(config, config.global_batch_size),
         spoken.read(new) + spoken.end(),
     )
 

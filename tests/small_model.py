@@ -52,10 +52,10 @@ def rewrite(folder, **changes):
     (folder / "manifest.json").unlink(missing_ok=True)
 
 
-def filled(config, seed=0, mesh=None):
+def filled(config, seed=0, mesh=None, module=models.Llama):
     """A model with random parameters, scales and biases too, without compiling anything."""
     rng = np.random.default_rng(seed)
-    graph, state = models.abstract(config, mesh=mesh)
+    graph, state = models.abstract(config, mesh=mesh, module=module)
 
     def draw(leaf):
         values = rng.standard_normal(leaf.shape) / np.sqrt(leaf.shape[-2:][0])

@@ -7,12 +7,16 @@ others when the batch is finished.
   coat generate out/llama_tiny --prompt 'def main('
   coat generate Llama-3.1-8B --prompt 'Once upon a time' --temperature 0
   coat generate out/chat --prompts questions.txt --stop '<|im_end|>' --batch 16
+  coat generate SmolVLM-256M --image street.jpg --prompt 'How many cars are there?'
 
 The tokenizer is the tokenizer.json in WHERE, or else the one that the run was trained with. Without
 either, a model with a vocabulary of 256 tokens reads bytes, and any other needs --tokenizer. The
 model of a run computes in the precision that it was trained in, a Hugging Face model in the dtype
 of its weights, and a quantized one in 8 bits. A text ends at the token that ends a document, or at
 one of --stop.
+
+With --image, each prompt is a question about the pictures, and the model answers it as it was
+trained to.
 """
 
 import argparse
@@ -24,10 +28,11 @@ from pathlib import Path
 import numpy as np
 
 from coat_jax import generation
-from coat_jax.cli.arguments import add_count, add_model_arguments
+from coat_jax.cli.arguments import add_count, add_model_arguments, require_effects
 from coat_jax.cli.model_folder import ModelFolder, on_devices
+from coat_jax.cli.pictures import Asker, add_question_template
 from coat_jax.errors import UserError
-from coat_jax.files import expand_user, lines_of, parse_json, read_text
+from coat_jax.files import expand_user, lines_of, parse_json, read_text, require_regular
 from coat_jax.nn import MeshAxes
 from coat_jax.printable import printable
 from coat_jax.tokenizers import AnyTokenizer
@@ -44,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt", action="append", default=[], metavar="TEXT", help=prompt)
     in_jsonl = 'in a .jsonl file each is a string or {"prompt": ...}'
     add("--prompts", type=Path, metavar="FILE", help=f"a prompt per line; {in_jsonl}")
+    add("--image", action="append", default=[], metavar="FILE", help="a picture; may be repeated")
+    add_question_template(parser)
     add_count(parser, "--max-tokens", 256, "new tokens of a text, at most")
     add("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
     add("--top-k", type=int, default=0, metavar="K", help="choose among the K likeliest; 0: all")
@@ -64,7 +71,18 @@ def run(options: argparse.Namespace) -> int:
     if not texts:
         raise UserError("There is no prompt: give --prompt TEXT, or lines in --prompts FILE.")
     folder = ModelFolder(options, axes=MeshAxes(tensor=TENSOR if options.devices > 1 else None))
-    prompts = [folder.tokenizer.encode(text) for text in texts]
+    images = None
+    if options.image:
+        asker = Asker(folder, options.question_template)
+        for file in map(expand_user, options.image):
+            require_regular(file, "image")
+        files = [expand_user(file).absolute() for file in options.image]
+        asked = [asker.ask(t, files, root=Path(files[0].anchor), where="--image") for t in texts]
+        prompts, images = [one.tokens for one in asked], [asker.pixels(asked[0])] * len(texts)
+        texts = [f"{text}\n" for text in texts]  # the answer begins on a line of its own
+    else:
+        require_effects(options, [("question_template", False, "pictures (--image FILE)")])
+        prompts = [folder.tokenizer.encode(text) for text in texts]
     stops = [*folder.stops, *map(folder.tokenizer.token, options.stop)]
     generation.require_prompts(folder.config, prompts, max_tokens=options.max_tokens)
     with on_devices(options.devices, TENSOR):
@@ -80,6 +98,7 @@ def run(options: argparse.Namespace) -> int:
                     sampling=sampling,
                     stops=stops,
                     first=first,
+                    images=images and images[batch],
                 )
                 _say(BETWEEN if first else "")
                 _print(folder.tokenizer, texts[batch], prompts[batch], _measure(chunks, spent))

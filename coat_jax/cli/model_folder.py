@@ -21,7 +21,6 @@ import jax
 from coat_jax.cli.output import note
 from coat_jax.errors import UserError
 from coat_jax.files import expand_user, read_failures, read_json, require_regular
-from coat_jax.models import Config, Llama
 from coat_jax.models.batches import require_known
 from coat_jax.precision import precision_of
 from coat_jax.tokenizers import AnyTokenizer, Bytes, Tokenizer
@@ -38,7 +37,7 @@ def data_of(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
     return config_json.get("data") or {} if weights.is_run(config_json) else {}
 
 
-def tokenizer_of(folder: Path, config: Config, asked: str | None) -> AnyTokenizer:
+def tokenizer_of(folder: Path, config: Any, asked: str | None) -> AnyTokenizer:
     """Returns the tokenizer of a model.
 
     Args:
@@ -63,9 +62,7 @@ def tokenizer_of(folder: Path, config: Config, asked: str | None) -> AnyTokenize
     return Bytes()
 
 
-def tokens_of(
-    text: Path, folder: Path, config: Config, asked: str | None, *, most: int
-) -> list[int]:
+def tokens_of(text: Path, folder: Path, config: Any, asked: str | None, *, most: int) -> list[int]:
     """Returns the first tokens of a text, `most` or fewer; see `tokenizer_of`."""
     path, tokenizer = expand_user(text), tokenizer_of(folder, config, asked)
     require_regular(path)
@@ -79,6 +76,8 @@ class ModelFolder:
     """The folder of a model: its config, its tokenizer, and the tokens that end a text.
 
     Attributes:
+        where: the path of the folder.
+        config_json: its config.json.
         config: of the model, with the precision and the sharding that the options ask for.
         tokenizer: of the model.
         stops: tokens that end a text.
@@ -92,31 +91,32 @@ class ModelFolder:
             options: those of `arguments.add_model_arguments`.
             **sharding: fields of the config: the mesh axes of parameters and batches.
         """
-        self._where, self._step = expand_user(options.where), options.step
-        config_json = weights.read_config_json(self._where)
-        config = weights.model_config(self._where)
+        self.where, self._step = expand_user(options.where), options.step
+        self.config_json = config_json = weights.read_config_json(self.where)
+        config = weights.model_config(self.where)
         self.trained_length: int = config_json.get("sequence_length", config.context)
         if options.precision and weights.is_quantized(config_json):
             raise UserError(
-                f"{self._where} is already quantized, which decides its precision: leave "
+                f"{self.where} is already quantized, which decides its precision: leave "
                 "--precision out."
             )
-        precision = precision_of(options.precision or config.precision)
-        self.config: Config = dataclasses.replace(config, precision=precision, **sharding)
-        self.tokenizer = tokenizer_of(self._where, config, options.tokenizer)
-        file = self._where / "generation_config.json"
+        if options.precision:
+            config = config.in_precision(precision_of(options.precision))
+        self.config: Any = dataclasses.replace(config, **sharding)
+        self.tokenizer = tokenizer_of(self.where, config, options.tokenizer)
+        file = self.where / "generation_config.json"
         settings = read_json(file) if file.exists() else {}
         of_run = data_of(config_json).get("end_of_text")
         named = settings.get("eos_token_id"), config_json.get("eos_token_id"), of_run
         ends = next((e for e in named if e is not None), self.tokenizer.end_of_text)
         ends = ends if isinstance(ends, list) else [ends]
         for end in ends:
-            require(f"{self._where}: eos_token_id", end, CountOrZero | None)
+            require(f"{self.where}: eos_token_id", end, CountOrZero | None)
         self.stops = [end for end in ends if end is not None and end < config.vocab]
 
-    def load(self) -> Llama:
+    def load(self) -> Any:
         """Returns the model, on the mesh that is set."""
-        return weights.load(self._where, self.config, step=self._step, note=note)
+        return weights.load(self.where, self.config, step=self._step, note=note)
 
 
 @contextlib.contextmanager

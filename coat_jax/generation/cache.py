@@ -44,26 +44,27 @@ class Cache(NamedTuple):
 
 
 def prefill(
-    model: Llama, tokens: Int[Array, "B S"], starts: Int[Array, " B"], slots: int
+    model: Any, tokens: Int[Array, "B S"], starts: Int[Array, " B"], slots: int, *images: Array
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Returns the logits after the last token of each text, and a cache with room for more.
 
     Args:
-        model: the model.
+        model: a `Llama`, or a model that has one as its `decoder`.
         tokens: the texts, each at the right end of its row.
         starts: where they begin; what stands before is ignored.
         slots: of the cache, S or more.
+        *images: those of all texts, if the model sees images.
     """
-    length = tokens.shape[1]
+    decoder, length = model.decoder, tokens.shape[1]
     places = jnp.arange(length) - starts[:, None]
     positions, segments = jnp.maximum(places, 0), (places >= 0).astype(jnp.int32)
 
     def layer(block: nn.TransformerBlock, x: Array, _: None) -> tuple[Array, nn.Past]:
         return block.prefill(x, positions, segments)
 
-    x, new = _run_layers(model, model.embed_tokens(tokens), None, layer)
-    past = jax.tree.map(lambda n: _pad(n, slots, model.config), new)
-    logits = model.logits(model.norm(x[:, -1:]))[:, 0]
+    x, new = _run_layers(decoder, model.embed_tokens(tokens, *images), None, layer)
+    past = jax.tree.map(lambda n: _pad(n, slots, decoder.config), new)
+    logits = decoder.logits(decoder.norm(x[:, -1:]))[:, 0]
     return logits, Cache(past, starts, jnp.int32(length))
 
 

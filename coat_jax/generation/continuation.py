@@ -19,12 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt8
 
 from coat_jax.errors import UserError
 from coat_jax.generation.cache import Cache, decode, prefill
 from coat_jax.generation.sampling import Sampling, choose
-from coat_jax.models import Config, Llama
 from coat_jax.models.batches import NOT_NUMBERS, padded_length, padded_rows, require_known
 from coat_jax.models.protocol import require_capability
 from coat_jax.printable import amount
@@ -39,43 +38,49 @@ DEFAULT = Sampling()
 
 
 def stream(
-    model: Llama,
+    model: Any,
     prompts: Prompts,
     *,
     max_tokens: int,
     sampling: Sampling = DEFAULT,
     stops: Sequence[int] = (),
     first: int = 0,
+    images: Sequence[Sequence[np.ndarray]] | None = None,
 ) -> Iterator[list[list[int]]]:
     """Yields lists of new tokens, one for each prompt, until all texts have ended.
 
     Args:
-        model: on a mesh, call this with the mesh set.
+        model: a `Llama`, or another one with such a `decoder`. On a mesh, call this with the mesh
+            set.
         prompts: tokens of each text so far.
         max_tokens: how many more at most; a text ends at the model's context in any case.
         sampling: how they are chosen.
         stops: tokens that end a text, and are left out.
         first: the number of the first prompt. A prompt's tokens depend on its number, not on
             the prompts beside it.
+        images: of each prompt, for a model that sees images: as `ImageFormat.pixels` returns them.
     """
-    require_capability("coat.generation", model, "embed_tokens", "layers", "logits")
+    require_capability("coat.generation", model, "embed_tokens", "decoder")
     require_prompts(model.config, prompts, max_tokens=max_tokens)
     context = model.config.context
     lengths = [len(prompt) for prompt in prompts]
     limits = [min(int(max_tokens), context - length) for length in lengths]
     rows, length = padded_rows(len(prompts), model.config), padded_length(max(lengths), context)
     slots = math.ceil((length + max(limits)) / SLOTS) * SLOTS
-    tokens = np.zeros((rows, length), np.int32)
+    # Features of images would take the places of padding that is the image token.
+    padding = int(getattr(model.config, "image_token", None) == 0)
+    tokens = np.full((rows, length), padding, np.int32)
     starts, remaining = np.full(rows, length - 1, np.int32), np.zeros(rows, np.int32)
     for row, prompt in enumerate(prompts):
         starts[row], remaining[row] = length - len(prompt), limits[row]
         tokens[row, starts[row] :] = prompt
     numbers = np.arange(first, first + rows, dtype=np.uint32)
-    graph, state = nnx.split(model)
-    settings = graph, sampling, state, np.array(stops, np.int32)
+    pixels = () if images is None else (_stacked(model.config, images, rows),)
+    inputs, ends = (tokens, starts, remaining, numbers, *pixels), np.array(stops, np.int32)
+    settings = sampling, ends, *nnx.split(model.decoder)
 
     def chunks() -> Iterator[list[list[int]]]:
-        chunk, session = _begin(*settings, slots, tokens, starts, remaining, numbers)
+        chunk, session = _begin(sampling, ends, *nnx.split(model), slots, *inputs)
         for _ in range(math.ceil((max(limits) - 1) / CHUNK)):
             following, session = _continue(*settings, session)
             new = _lists(chunk, len(prompts))
@@ -88,10 +93,23 @@ def stream(
     return chunks()
 
 
-def generate(model: Llama, prompts: Prompts, **settings: Any) -> list[list[int]]:
+def generate(model: Any, prompts: Prompts, **settings: Any) -> list[list[int]]:
     """Returns all new tokens of each prompt: the chunks of `stream`, joined."""
     chunks = stream(model, prompts, **settings)
     return [list(itertools.chain.from_iterable(of_one)) for of_one in zip(*chunks, strict=True)]
+
+
+def _stacked(
+    config: Any, images: Sequence[Sequence[np.ndarray]], rows: int
+) -> UInt8[np.ndarray, "B I H W 3"]:
+    """The images of each row, as many as those with most have."""
+    size = config.tower.images.size
+    most = max(1, *map(len, images))
+    pixels = np.zeros((rows, most, size, size, 3), np.uint8)
+    for row, of_row in enumerate(images):
+        for i, image in enumerate(of_row):
+            pixels[row, i] = image
+    return pixels
 
 
 def _lists(chunk: Int[Array, "B C"], prompts: int) -> list[list[int]]:
@@ -111,27 +129,28 @@ class _Session(NamedTuple):
     numbers: Int[Array, " B"]
 
 
-@partial(jax.jit, static_argnums=(0, 1, 4))
+@partial(jax.jit, static_argnums=(0, 2, 4))
 def _begin(
-    graph: Any,
     sampling: Sampling,
-    state: Any,
     stops: Int[Array, " E"],
+    graph: Any,
+    state: Any,
     slots: int,
     tokens: Int[Array, "B S"],
     starts: Int[Array, " B"],
     remaining: Int[Array, " B"],
     numbers: Int[Array, " B"],
+    *images: UInt8[Array, "B I H W 3"],
 ) -> tuple[Int[Array, "B 1"], _Session]:
-    logits, cache = prefill(nnx.merge(graph, state), tokens, starts, slots)
+    logits, cache = prefill(nnx.merge(graph, state), tokens, starts, slots, *images)
     session = _Session(cache, tokens[:, -1], remaining, numbers)
     new, session = _choose_next(sampling, stops, logits, session)
     return new[:, None], session
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
+@partial(jax.jit, static_argnums=(0, 2), donate_argnums=4)
 def _continue(
-    graph: Any, sampling: Sampling, state: Any, stops: Int[Array, " E"], session: _Session
+    sampling: Sampling, stops: Int[Array, " E"], graph: Any, state: Any, session: _Session
 ) -> tuple[Int[Array, "B C"], _Session]:
     model = nnx.merge(graph, state)
 
@@ -168,7 +187,7 @@ def _choose_next(
 # --- Refusals --------------------------------------------------------------------------------
 
 
-def require_prompts(config: Config, prompts: Prompts, *, max_tokens: int) -> None:
+def require_prompts(config: Any, prompts: Prompts, *, max_tokens: int) -> None:
     """Raises unless `stream` can continue these prompts; needs no model yet."""
     if not len(prompts):
         raise UserError("There is no prompt.")

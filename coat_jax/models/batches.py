@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Int
 
 from coat_jax.errors import UserError
-from coat_jax.models.config import Config
+from coat_jax.models.protocol import ModelConfig
 
 IGNORED = -100
 SHORTEST = 16
@@ -38,7 +38,7 @@ def padded_length(longest: int, context: int) -> int:
     return min(max(SHORTEST, 1 << (longest - 1).bit_length()), context)
 
 
-def padded_rows(rows: int, config: Config) -> int:
+def padded_rows(rows: int, config: ModelConfig) -> int:
     """The smallest batch for so many texts that can be sharded along `batch_axes`."""
     mesh = jax.sharding.get_abstract_mesh()
     parts = math.prod(mesh.shape[axis] for axis in config.batch_axes) if not mesh.empty else 1

@@ -90,11 +90,7 @@ class Config(ModelConfig):
             raise UserError(
                 f"head_dim={self.head_dim} must be even: rotary embeddings rotate pairs of numbers."
             )
-        if self.activation not in ops.ACTIVATIONS:
-            raise UserError(
-                f"activation={brief(self.activation)} must be one of {', '.join(ops.ACTIVATIONS)}. "
-                "To use a new one, add it to coat.ops.ACTIVATIONS first."
-            )
+        require_activation(self.activation)
 
     def kept_gradients(self) -> tuple[str, ...]:
         """See `ModelConfig`."""
@@ -119,6 +115,15 @@ class Config(ModelConfig):
         if precision_of(self.precision).fp8_linear:
             return Work(fp8=3 * linear, wide=3 * (attention + head))
         return Work(fp8=0.0, wide=3 * (linear + attention + head))
+
+
+def require_activation(name: str) -> None:
+    """Raises unless there is an activation of this name."""
+    if name not in ops.ACTIVATIONS:
+        raise UserError(
+            f"activation={brief(name)} must be one of {', '.join(ops.ACTIVATIONS)}. To use a new "
+            "one, add it to coat.ops.ACTIVATIONS first."
+        )
 
 
 # Published models, with the sizes in their config.json on Hugging Face, and a tiny one. What a run

@@ -109,7 +109,7 @@ def parameters_of(model: Any) -> dict[Name, LazyArray]:
     """The parameters of a model, on devices of this process."""
     return {
         path: _on_devices(path, leaf[...], model.config)
-        for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))
+        for path, leaf in nnx.to_flat_state(nnx.state(model))
     }
 
 
@@ -184,9 +184,9 @@ def stacked_shapes(
     return {path: leaf.shape for path, leaf in nnx.to_flat_state(state)}
 
 
-def parameters_count(config: Any) -> int:
-    """How many numbers a model learns."""
-    return sum(map(math.prod, stacked_shapes(config).values()))
+def parameters_count(config: Any, *, module: Callable[..., Any] = Llama) -> int:
+    """How many numbers a model has."""
+    return sum(map(math.prod, stacked_shapes(config, module=module).values()))
 
 
 def require_parameters(

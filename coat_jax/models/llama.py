@@ -52,17 +52,17 @@ class Llama(nnx.Module):
         self.embed = weight(
             rngs, (config.vocab, config.width), axes.narrowing, init=EMBEDDING_INIT, dtype=dtype
         )
-        keys = jax.random.split(rngs.params(), config.layers)
-        if config.scan:
-            layer, metadata = partial(_layer, config), {nnx.PARTITION_NAME: None}
-            self.layers = nnx.vmap(layer, out_axes=0, transform_metadata=metadata)(keys)
-        else:
-            self.layers = nnx.List([_layer(config, key) for key in keys])
+        self.layers = stack_layers(config, partial(_layer, config), rngs)
         self.norm = _norm(config)
         head = None
         if not config.tied:
             head = weight(rngs, (config.width, config.vocab), axes.widening, dtype=dtype)
         self.head = nnx.data(head)
+
+    @property
+    def decoder(self) -> "Llama":
+        """The part of the model that writes text: here, all of it."""
+        return self
 
     def __call__(
         self,
@@ -87,8 +87,16 @@ class Llama(nnx.Module):
     ) -> Float[Array, "B S D"]:
         """The input of the head; for the arguments see `__call__`."""
         require_tokens(self.config, tokens, positions, segments)
-        x = self.embed_tokens(tokens)
-        return self.norm(_run_layers(self.config, self.layers, x, positions, segments))
+        return self.hidden_of(self.embed_tokens(tokens), positions, segments)
+
+    def hidden_of(
+        self,
+        x: Float[Array, "B S D"],
+        positions: Int[Array, "*B S"] | None = None,
+        segments: Int[Array, "B S"] | None = None,
+    ) -> Float[Array, "B S D"]:
+        """As `hidden`, from embedded tokens."""
+        return self.norm(run_layers(self.config, self.layers, x, positions, segments))
 
     def embed_tokens(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         """The residual stream before the first layer."""
@@ -109,10 +117,20 @@ class Llama(nnx.Module):
             chunk: see `coat.ops.cross_entropy`.
         """
         hidden = self.hidden(batch.tokens, batch.positions, batch.segments)
-        z_loss = 0.0 if evaluate else self.config.z_loss
-        head = self.head_weight()
-        total = ops.cross_entropy_sum(hidden, head, batch.labels, chunk=chunk, z_loss=z_loss)
-        return Loss(total, jnp.sum(batch.labels >= 0))
+        return self.loss_of(hidden, batch.labels, evaluate=evaluate, chunk=chunk)
+
+    def loss_of(
+        self,
+        hidden: Float[Array, "B S D"],
+        labels: Int[Array, "B S"],
+        *,
+        evaluate: bool = False,
+        chunk: int = 512,
+    ) -> Loss:
+        """As `loss`, from the input of the head."""
+        z_loss, head = 0.0 if evaluate else self.config.z_loss, self.head_weight()
+        total = ops.cross_entropy_sum(hidden, head, labels, chunk=chunk, z_loss=z_loss)
+        return Loss(total, jnp.sum(labels >= 0))
 
     def stages(self, batch: Batch) -> tuple[list[Stage], Int[Array, ""]]:
         """The model from the embedding to the mean loss, a stage for each layer; the label count.
@@ -206,11 +224,20 @@ def _rms_norm(config: Config, columns: int) -> nn.RMSNorm:
     return nn.RMSNorm(columns, epsilon=eps, precision=precision, param_dtype=config.param_dtype)
 
 
-# --- Running them ----------------------------------------------------------------------------
+# --- Stacks of layers, of any model ----------------------------------------------------------
 
 
-def _run_layers(
-    config: Config, layers: Any, x: Float[Array, "B S D"], *context: Array | None
+def stack_layers(config: Any, layer: Callable[[Array], nn.TransformerBlock], rngs: nnx.Rngs) -> Any:
+    """The layers of a stack, each made from a key: a list, or stacked by `config.scan`."""
+    keys = jax.random.split(rngs.params(), config.layers)
+    if config.scan:
+        metadata = {nnx.PARTITION_NAME: None}
+        return nnx.vmap(layer, out_axes=0, transform_metadata=metadata)(keys)
+    return nnx.List([layer(key) for key in keys])
+
+
+def run_layers(
+    config: Any, layers: Any, x: Float[Array, "B S D"], *context: Array | None
 ) -> Float[Array, "B S D"]:
     """The residual stream after all layers; `context` is their positions and segments."""
     probes = layer_probes("layers", config.layers)
@@ -226,7 +253,7 @@ def _run_layers(
 
 
 def layer_functions(
-    config: Config, layers: Any, *context: Array | None
+    config: Any, layers: Any, *context: Array | None
 ) -> list[Callable[[Array, Any, Any], Array]]:
     """Each layer of a list as a function of the residual stream, its parameters and its probes."""
     steps: dict[Any, Callable[[Array, Any, Any], Array]] = {}
@@ -239,7 +266,7 @@ def layer_functions(
 
 
 def _layer_function(
-    config: Config, graph: Any, *context: Array | None
+    config: Any, graph: Any, *context: Array | None
 ) -> Callable[[Array, Any, Any], Array]:
     """One layer as a function of the residual stream, its parameters and its probes."""
 

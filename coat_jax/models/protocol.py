@@ -14,7 +14,7 @@ a backward pass that frees gradients as it goes.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +85,7 @@ class ModelConfig:
     """
 
     STACK: ClassVar[str] = "layers"  # in the paths of parameters that `scan` stacks
-    EMBEDDINGS: ClassVar[tuple[str, ...]] = ()  # the first parts of embeddings' paths
+    EMBEDDINGS: ClassVar[tuple[str, ...]] = ()  # in the paths of embeddings
 
     scan: bool = True
     remat: Literal["layer", "layer_fp8"] | None = None
@@ -103,6 +103,10 @@ class ModelConfig:
         object.__setattr__(self, "precision", precision_of(self.precision))
         for name in ("param_dtype", "dtype"):
             object.__setattr__(self, name, _wide(name, getattr(self, name)))
+
+    def in_precision(self, precision: Precision | str) -> Self:
+        """The same model, all of it in this precision."""
+        return dataclasses.replace(self, precision=precision)
 
     def is_stacked(self, path: tuple[Any, ...]) -> bool:
         """Whether the parameter of this path has a first axis over layers."""

@@ -143,7 +143,7 @@ def _apply(
     if shapes[0] != shapes[-1]:
         raise ValueError("gate {} and up {} must have one shape.".format(*shapes))
     back = as_layers(name, weights[0].shape[1], down, down_bias)
-    if down.shape[1] != x.shape[-1]:
+    if static[1] and down.shape[1] != x.shape[-1]:  # the residual sum
         raise ValueError(f"{name} got x with {x.shape[-1]} columns and down {down.shape}.")
     return _OPS[name](mode, static, x, norm, layers, back)
 

@@ -26,9 +26,9 @@ from coat_jax.files import expand_user
 from coat_jax.models import Config, Llama, hf, lazy_arrays
 from coat_jax.models.hf.config import from_json as model_from_json
 from coat_jax.models.hf.config import to_json as model_to_json
-from coat_jax.models.hf.files import CODES, FLOATS, NewTensors, Spec, read_config_json
-from coat_jax.models.hf.names import is_transposed, shapes_in_files, tensors_of
-from coat_jax.models.hf.weights import orient, tensors_in
+from coat_jax.models.hf.files import CODES, CONFIG, FLOATS, NewTensors, Spec, read_config_json
+from coat_jax.models.hf.names import is_transposed, tensors_of
+from coat_jax.models.hf.weights import DECODER, orient, tensors_in
 from coat_jax.models.lazy_arrays import Index, LazyArray, Name, Parameters, dotted_name
 from coat_jax.models.protocol import require_capability
 from coat_jax.nn.quantized import QuantizedLinear
@@ -165,7 +165,7 @@ def _write(
         (tensor,) = tensors_of(name, config)
         for stored, array in _tensors(tensor, value, specs).items():
             new.write(stored, (slice(None),) * array.ndim, np.asarray(array))
-    new.finish(data)
+    new.finish({CONFIG: data})
 
 
 # --- Tensors ---------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def _specs(config: Config, schemes: Mapping[str, Scheme], kind: np.dtype) -> dic
     """Shapes and dtypes of the tensors in files; `kind` is the dtype of what is not quantized."""
     scheme_of = {layout.module_of(path): scheme for path, scheme in schemes.items()}
     found: dict[str, Spec] = {}
-    for name, shape in shapes_in_files(config).items():
+    for name, shape in DECODER.shapes_in_files(config).items():
         module = name.removesuffix(".weight")
         scheme = scheme_of.get(module)
         if scheme is None:

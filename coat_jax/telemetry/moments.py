@@ -68,12 +68,12 @@ def moment_sums(state: Any, stacked: Collection[str] = ()) -> dict[str, Float[Ar
     """
     sums: dict[str, Array] = {}
     for path, moment, stored in _stored_leaves(state):
-        by_layer = bool(path) and path[0] in stacked
-        names = [path[0], "*", *path[1:]] if by_layer else path
+        at = next((i for i, name in enumerate(path, 1) if name in stacked), None)
+        names = path if at is None else [*path[:at], "*", *path[at:]]
         full = "/".join(filter(None, (*names, moment)))
         numbered = (f"{full}_{number}" for number in itertools.count(1))
         free = next(name for name in itertools.chain([full], numbered) if name not in sums)
-        sums[free] = _sums(stored, 1 if by_layer else 0)
+        sums[free] = _sums(stored, 0 if at is None else 1)
     return sums
 
 

@@ -98,11 +98,17 @@ def _expression(value: Any, modules: dict[str, set[str]], indent: str) -> str:
     # Users import a class from the package of its module, where that has it.
     package = kind.__module__.rpartition(".")[0]
     public = getattr(sys.modules.get(package), kind.__name__, None) is kind
-    modules.setdefault(package if public else kind.__module__, set()).add(kind.__name__)
+    module, name = package if public else kind.__module__, kind.__name__
+    imported = name
+    if any(name in names for other, names in modules.items() if other != module):
+        # Another class has this name: models.Config is one, and models.vision_language.Config.
+        module, _, imported = module.rpartition(".")
+        name = f"{imported}.{name}"
+    modules.setdefault(module, set()).add(imported)
     given = {field: getattr(value, field.name) for field in dataclasses.fields(value)}
     lines = [
         f"{inner}{field.name}={_expression(own, modules, inner)},"
         for field, own in given.items()
         if own not in (field.default, {})
     ]
-    return "\n".join([f"{kind.__name__}(", *lines, f"{indent})"]) if lines else f"{kind.__name__}()"
+    return "\n".join([f"{name}(", *lines, f"{indent})"]) if lines else f"{name}()"

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 
 from coat_jax import models, validation
 from coat_jax.errors import UserError
-from coat_jax.models import Batch, ModelConfig
-from coat_jax.training.data import DataConfig, Rows, rows_of
+from coat_jax.models import Batch, ModelConfig, vision_language
+from coat_jax.models.protocol import Work
+from coat_jax.training.data import DataConfig, Rows, picture_rows, rows_of
+from coat_jax.training.data.pictures import PicturesConfig
 from coat_jax.training.data.sources import Split
 from coat_jax.validation import brief
 
@@ -27,17 +29,35 @@ class Family(NamedTuple):
         data: the class of its data's config.
         rows: opens the data of a split, from the configs of model and data, the split, the length
             of a sequence, and a seed.
-        example: the shapes of a row, for programs that are compiled without data, from the model's
-            config and the length of a sequence.
+        example: the shapes of a row, for programs that are compiled without data, from the run's
+            config.
         hf: like `coat.models.hf`; None if the family has no Hugging Face format.
+        work: the arithmetic for a token, from the run's config.
     """
 
     module: Callable[..., Any]
     config: type[ModelConfig]
     data: type[Any]
     rows: Callable[[Any, Any, Split, int, int], Rows]
-    example: Callable[[Any, int], Any]
+    example: Callable[[Any], Any]
     hf: Any = None
+    work: Callable[[Any], Work | None] = lambda run: run.model.work_per_token(run.sequence_length)
+
+
+def _tokens(run: Any) -> Any:
+    return jax.ShapeDtypeStruct((run.sequence_length,), jnp.int32)
+
+
+def _pictures(run: Any) -> Any:
+    size = run.model.tower.images.size
+    return jax.ShapeDtypeStruct((run.data.pictures_per_row, size, size, 3), jnp.uint8)
+
+
+def _work_with_pictures(run: Any) -> Work:
+    """That of the decoder, and of the pictures for which each row has room."""
+    of_text = run.model.work_per_token(run.sequence_length)
+    share = run.data.pictures_per_row / run.sequence_length
+    return Work(*(a + share * b for a, b in zip(of_text, run.model.work_per_image(), strict=True)))
 
 
 FAMILIES = {
@@ -48,8 +68,21 @@ FAMILIES = {
         rows=lambda model, data, split, sequence, seed: rows_of(
             data, split=split, sequence=sequence, vocab=model.vocab, seed=seed
         ),
-        example=lambda _, sequence: Batch(*[jax.ShapeDtypeStruct((sequence,), jnp.int32)] * 2),
+        example=lambda run: Batch(_tokens(run), _tokens(run)),
         hf=models.hf,
+    ),
+    "vision_language": Family(
+        vision_language.VisionLanguage,
+        vision_language.Config,
+        PicturesConfig,
+        rows=lambda model, data, split, sequence, seed: picture_rows.rows_of(
+            data, model, split=split, sequence=sequence, seed=seed
+        ),
+        example=lambda run: vision_language.Batch(
+            *(_tokens(run), _tokens(run), _pictures(run), _tokens(run), _tokens(run))
+        ),
+        hf=vision_language.hf,
+        work=_work_with_pictures,
     ),
 }
 

@@ -89,6 +89,6 @@ def decay_mask(config: TrainConfig, params: Any) -> Any:
         names = tuple(part.key for part in path if hasattr(part, "key"))
         if leaf.ndim - config.model.is_stacked(names) < 2:
             return config.optimizer.decay_vectors
-        return config.optimizer.decay_embedding or names[0] not in config.model.EMBEDDINGS
+        return config.optimizer.decay_embedding or not {*names} & {*config.model.EMBEDDINGS}
 
     return jax.tree.map_with_path(decays, params)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, get_args, get_origin
 
 from coat_jax import precision
 from coat_jax.errors import UserError
+from coat_jax.models import ModelConfig
 from coat_jax.numerics.minifloat import Minifloat
 from coat_jax.training.config import TrainConfig, to_json
 from coat_jax.training.config.optimizer import Transformation
@@ -27,6 +28,8 @@ from coat_jax.training.config.run import Metric
 from coat_jax.validation import brief, describe
 
 SET_BY_MESH = {"model.axes", "model.batch_axes"}
+# A model says these for all its parts.
+OF_WHOLE_MODEL = {field.name for field in dataclasses.fields(ModelConfig)}
 # The names that other trainers have for a field. The command line takes them, too.
 SYNONYMS = {
     "total_steps": "steps max_steps num_steps train_steps max_iters",
@@ -107,7 +110,8 @@ def fields(config: Any, prefix: str = "") -> list[Field]:
     groups: list[Field] = []
     for one in dataclasses.fields(config):
         name, value, hint = prefix + one.name, getattr(config, one.name), hints[one.name]
-        if name in SET_BY_MESH:
+        of_part = prefix.startswith("model.") and prefix != "model."
+        if name in SET_BY_MESH or (of_part and one.name in OF_WHOLE_MODEL):
             continue
         group = dataclasses.is_dataclass(hint) or hint is Any
         listed = groups if group else own
@@ -174,11 +178,11 @@ def _read(field: Field, words: list[str]) -> Any:
     if not words:
         raise UserError(f"--{field.name} needs a value: write --field value.")
     (text,), kinds = words, get_args(field.annotation) or (field.annotation,)
-    if precision.Precision in kinds:
-        return precision.precision_of(text)
     named = {word: value for word, value in WORDS.items() if type(value) in kinds}
     if text.lower() in named:
         return named[text.lower()]
+    if precision.Precision in kinds:
+        return precision.precision_of(text)
     if int in kinds or float in kinds:
         with contextlib.suppress(ValueError):
             number = float(text)

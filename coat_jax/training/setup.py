@@ -25,7 +25,7 @@ from coat_jax.training.checkpoint import weights
 from coat_jax.training.cluster.mesh import abstract_batch, batch_parts, everywhere
 from coat_jax.training.compilation import compiler_options
 from coat_jax.training.config import TrainConfig
-from coat_jax.training.families import family_of
+from coat_jax.training.families import family_of, name_of
 from coat_jax.training.optimizer import make_optimizer
 from coat_jax.training.report import accounting
 from coat_jax.training.step import State, releasing_step, split_trained, train_step
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 # Fields of a model that a run sets for itself, whatever model it begins from.
-OF_THE_RUN = {"context", "z_loss", *(f.name for f in dataclasses.fields(models.ModelConfig))}
+OF_THE_RUN = {"context", "z_loss", "tower_precision"}
+OF_THE_RUN |= {field.name for field in dataclasses.fields(models.ModelConfig)}
 
 
 class TrainSetup(NamedTuple):
@@ -126,19 +127,30 @@ def require_same_model(folder: str, model: models.ModelConfig) -> None:
     """Raises unless a folder to begin from holds this model and its parameters."""
     weights.require_not_quantized(folder, "Training")
     theirs = weights.model_config(folder)
-    differ = [
-        f"{field.name} is {there!r} there and {here!r} in the config"
-        for field in dataclasses.fields(theirs)
-        if field.name not in OF_THE_RUN
-        and (there := getattr(theirs, field.name)) != (here := getattr(model, field.name))
-    ]
-    if differ:
+    if type(theirs) is not type(model):
+        kinds = " and ".join(map(name_of, (theirs, model)))
+        raise UserError(f"{folder} and the config have models of different families: {kinds}.")
+    if differ := _differences(theirs, model):
         raise UserError(
             f"{folder} holds another model: {'; '.join(differ[:4])}. Make the config's "
             "model from that of the folder: dataclasses.replace(weights.model_config(FOLDER), ..), "
             "from coat_jax.training.checkpoint import weights."
         )
     weights.require_parameters(folder, model)
+
+
+def _differences(
+    theirs: models.ModelConfig, ours: models.ModelConfig, prefix: str = ""
+) -> list[str]:
+    """Returns in which sizes and features models differ, those of their parts included."""
+    found = []
+    for field in dataclasses.fields(theirs):
+        there, here = (getattr(config, field.name) for config in (theirs, ours))
+        if isinstance(there, models.ModelConfig):
+            found += _differences(there, here, f"{prefix}{field.name}.")
+        elif there != here and field.name not in OF_THE_RUN:
+            found.append(f"{prefix}{field.name} is {there!r} there and {here!r} in the config")
+    return found
 
 
 def compile_steps(setup: TrainSetup, console: "Console", *, done: int = 0) -> dict[int, Any]:

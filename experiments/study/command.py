@@ -13,6 +13,8 @@ from pathlib import Path
 
 from coat_jax import models
 from coat_jax.errors import UserError
+from coat_jax.models import ModelConfig
+from coat_jax.training.families import family_of
 from experiments import row_files
 from experiments.command import RESULTS, bare_parser_of
 from experiments.row_files import digest
@@ -106,7 +108,11 @@ def _list(study: Study) -> None:
     for name, arm in study.arms.items():
         print(f"{name:36}{differences(arm) or 'BF16, with parameters and moments in FP32'}")
     for name, size in study.sizes.items():
-        print(f"{name:36}{models.parameters_count(size.model) / 1e6:.1f} M parameters")
+        print(f"{name:36}{_parameters(size.model) / 1e6:.1f} M parameters")
+
+
+def _parameters(model: ModelConfig) -> int:
+    return models.parameters_count(model, module=family_of(model).module)
 
 
 def call_of(study: Study, options: argparse.Namespace, known: Path, out: Path) -> Call:
@@ -175,7 +181,7 @@ def plan(study: Study, call: Call, text: str) -> None:
     """Prints what would run, and an estimate of how long on one H200."""
     works = missing(study, call, text)
     names = ", ".join(work.name for work in works) or "nothing to do"
-    parameters = models.parameters_count(study.sizes[call.size].model)
+    parameters = _parameters(study.sizes[call.size].model)
     print(f"{call.size}: {parameters / 1e6:.1f} M parameters, {call.settings}")
     print(f"{len(works)} runs have no row yet: {names}.", flush=True)
     if study.seconds_of is not None:

@@ -53,7 +53,7 @@ def program_with_norms(precision):
         gated, plain = tuple(ACTIVATIONS)[:2], tuple(ACTIVATIONS)[2:]
         outputs += [
             ops.mlp(x, norm, up, down, activation=name, **how)
-            for norm, name in zip((None, *norms), plain, strict=True)
+            for norm, name in zip((None, *norms, None), plain, strict=True)
         ]
         return outputs + [
             ops.gated_mlp(x, norms[0], gate, up, down, activation=name, **how) for name in gated

@@ -102,7 +102,7 @@ VALUES = [
     (gated_mlp(gate=W.T, up=W.T), r"gated_mlp got .* 13 columns .*\(29, 13\)"),
     (gated_mlp(down=DOWN[:, :12]), r"gated_mlp got x with 13 columns and down \(29, 12\)"),
     (gated_mlp(norm=WIDE_NORM), r"gated_mlp got .*\(14,\)"),
-    (gated_mlp(activation="SiLU"), r"'SiLU' must be one of \('silu', 'gelu', 'gelu_tanh', 'relu"),
+    (gated_mlp(activation="SiLU"), r"'SiLU' must be one of \('silu', 'gelu', 'gelu_tanh', 'quick"),
     (mlp(X, NORM, W, DOWN, None, ones(29)), r"bias of shape \(29,\).*\(13,\)"),
     (partial(ops.activate, X, X[:1]), r"activate got gate float32\[2, 5, 13\] and up"),
     (partial(ops.activate, X, activation="mish"), "activation='mish' must be one of"),

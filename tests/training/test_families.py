@@ -100,7 +100,7 @@ class Rows:
         return row.digits >= 0
 
 
-def example(model, sequence):
+def example(run):
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), Rows.padding)
 
 

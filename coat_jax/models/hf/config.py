@@ -65,6 +65,7 @@ ACTIVATION_NAMES = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
     "relu": "relu",
     "relu2": "relu2",
 }
@@ -96,7 +97,7 @@ Dtypes = Literal["float32", "bfloat16", "float16"]
 def from_json(data: Json) -> Config:
     """The Config of a config.json; it computes in the dtype of the stored weights, not in FP8."""
     model_type, fixed, defaults = ARCHITECTURES[architecture_in(data, ARCHITECTURES)]
-    _require("", data, REQUIRED)
+    require_values("", data, REQUIRED)
     data = {**defaults, **data}
     fields: dict[str, Any] = {}
     for ours, theirs in FIELDS.items():
@@ -104,7 +105,7 @@ def from_json(data: Json) -> Config:
         if value is None and ours in ("kv_heads", "head_dim", "tied", "norm_eps"):
             each = fields["width"] // fields["heads"]
             value = {"kv_heads": fields["heads"], "head_dim": each, "tied": False}.get(ours, 1e-6)
-        fields[ours] = _read(Config, ours, theirs, value)
+        fields[ours] = read_field(Config, ours, theirs, value)
     dtypes = [data[name] for name in ("dtype", "torch_dtype") if data.get(name) is not None]
     dtype = jnp.dtype(require("config.json: dtype", [*dtypes, "float32"][0], Dtypes))
     return Config(
@@ -129,7 +130,7 @@ def architecture_in(data: Json, known: Collection[str]) -> str:
     return name
 
 
-def _require(where: str, data: Json, required: Mapping[str, tuple[Any, ...]]) -> None:
+def require_values(where: str, data: Json, required: Mapping[str, tuple[Any, ...]]) -> None:
     """Raises unless each of these entries has one of its values."""
     for name, allowed in required.items():
         if data.get(name) not in allowed:
@@ -139,7 +140,7 @@ def _require(where: str, data: Json, required: Mapping[str, tuple[Any, ...]]) ->
             )
 
 
-def _read(kind: type, ours: str, theirs: str, value: Any) -> Any:
+def read_field(kind: type, ours: str, theirs: str, value: Any) -> Any:
     """A value of config.json; raises unless it is valid for the field of `kind`."""
     allowed = get_type_hints(kind, include_extras=True)[ours]
     return require(f"config.json: {theirs}", value, allowed)
@@ -157,9 +158,9 @@ def _rotary(data: Json) -> Rotary:
             f"config.json has different rotary positions for {', '.join(nested)}. All layers of a "
             "Config have the same."
         )
-    _require("rope_scaling.", {**rope, "rope_type": kind}, REQUIRED_OF_ROPE)
+    require_values("rope_scaling.", {**rope, "rope_type": kind}, REQUIRED_OF_ROPE)
     numbers = {
-        name: float(_read(Llama3Scaling, name, f"rope_scaling.{name}", rope.get(name)))
+        name: float(read_field(Llama3Scaling, name, f"rope_scaling.{name}", rope.get(name)))
         for name in SCALINGS[kind]
     }
     scaling: float | Llama3Scaling | None = numbers.get("factor")
@@ -167,16 +168,16 @@ def _rotary(data: Json) -> Rotary:
         # transformers reads it outside of rope first.
         inside = rope.get(ORIGINAL, data["max_position_embeddings"])
         context = inside if data.get(ORIGINAL) is None else data[ORIGINAL]
-        context = _read(Llama3Scaling, "original_context", ORIGINAL, context)
+        context = read_field(Llama3Scaling, "original_context", ORIGINAL, context)
         scaling = Llama3Scaling(**numbers, original_context=context)
-    return Rotary(float(_read(Rotary, "theta", "rope_theta", theta)), scaling)
+    return Rotary(float(read_field(Rotary, "theta", "rope_theta", theta)), scaling)
 
 
 def _window(data: Json, model_type: str, layers: int) -> int | None:
     """The sliding window that all layers have, or None where none has one."""
     if model_type not in WINDOWED:
         return None
-    window: int | None = _read(Config, "window", "sliding_window", data.get("sliding_window"))
+    window: int | None = read_field(Config, "window", "sliding_window", data.get("sliding_window"))
     first, kinds = 0, data.get("layer_types")
     if model_type != "mistral":
         used = data.get("use_sliding_window")

@@ -58,7 +58,7 @@ def read_tensors(folder: Path, kinds: Mapping[str, str] = FLOATS) -> dict[str, L
     check = functools.cache(functools.partial(manifest.check_if_listed, folder))
     found = {}
     for name, file in _index(folder).items():
-        if name.endswith("rotary_emb.inv_freq"):
+        if name.endswith(("rotary_emb.inv_freq", "embeddings.position_ids")):
             continue  # in old checkpoints; the Config says what they are
         if name not in header_of(file):
             raise UserError(f"{INDEX} says that {name} is in {file}, which has no such tensor.")
@@ -182,9 +182,10 @@ class NewTensors:
                 file.seek(offset + (row * columns + left) * dtype.itemsize)
                 file.write(part.view(np.uint8).data)
 
-    def finish(self, config_json: Mapping[str, Any]) -> None:
-        """Writes config.json, and the manifest of all files."""
-        (self._folder / CONFIG).write_text(json.dumps(config_json, indent=2) + "\n", "utf-8")
+    def finish(self, beside: Mapping[str, Any]) -> None:
+        """Writes files of JSON, by name, and the manifest of all files."""
+        for name, content in beside.items():
+            (self._folder / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
         manifest.write(self._folder)
 
 

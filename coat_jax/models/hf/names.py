@@ -5,7 +5,7 @@ parameter is the tensors of all layers, stacked.
 """
 
 from coat_jax.models.config import Config
-from coat_jax.models.lazy_arrays import Name, stacked_shapes
+from coat_jax.models.lazy_arrays import Name
 
 OUTSIDE: dict[Name, str] = {
     ("embed",): "model.embed_tokens.weight",
@@ -47,19 +47,9 @@ def is_transposed(tensor: str) -> bool:
     return tensor == HEAD or tensor.endswith("_proj.weight")
 
 
-def shapes_in_files(config: Config) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor of a model."""
-    found = {}
-    for path, shape in stacked_shapes(config).items():
-        inside = shape[config.STACK in path :]
-        for name in tensors_of(path, config):
-            found[name] = inside[::-1] if is_transposed(name) else inside
-    return found
-
-
 def file_order(name: str) -> tuple[int, str]:
-    """Sorts the embedding first, then the layers in order, then the rest."""
-    parts = name.split(".")
-    if parts[1] == "layers":
-        return int(parts[2]), name
-    return (-1 if name == EMBEDDING else 10**9), name
+    """Sorts embeddings first, then the layers in order, then the rest."""
+    _, _, after = name.partition(".layers.")
+    if after:
+        return int(after.partition(".")[0]), name
+    return (-1 if name.endswith(("embed_tokens.weight", "_embedding.weight")) else 10**9), name

@@ -7,6 +7,7 @@ in memory: see `coat_jax.models.lazy_arrays`. Tokenizers are left out.
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,8 +19,8 @@ from coat_jax.files import expand_user
 from coat_jax.models import lazy_arrays
 from coat_jax.models.config import Config
 from coat_jax.models.hf.config import Json, from_json, to_json
-from coat_jax.models.hf.files import FLOATS, NewTensors, read_config_json, read_tensors
-from coat_jax.models.hf.names import EMBEDDING, HEAD, is_transposed, shapes_in_files, tensors_of
+from coat_jax.models.hf.files import CONFIG, FLOATS, NewTensors, read_config_json, read_tensors
+from coat_jax.models.hf.names import EMBEDDING, HEAD, is_transposed, tensors_of
 from coat_jax.models.lazy_arrays import (
     LazyArray,
     Name,
@@ -33,6 +34,38 @@ from coat_jax.models.llama import Llama
 from coat_jax.models.protocol import require_capability
 
 FILE_BYTES = 5 * 10**9
+
+
+class Layout(NamedTuple):
+    """How the parameters of a family of models are named in its folders.
+
+    Attributes:
+        module: the class of the models.
+        to_json: makes config.json from a config and a dtype.
+        tensors_of: the tensors of a parameter: one, or one for each layer if it is stacked.
+        is_transposed: whether a tensor has the axes of its parameter in reverse.
+        tied: the names of the head and of the embedding.
+        renamed: the name by which `tensors_of` knows a tensor that has another one in some folders.
+    """
+
+    module: Callable[..., Any]
+    to_json: Callable[[Any, Any], dict[str, Any]]
+    tensors_of: Callable[[Name, Any], list[str]]
+    is_transposed: Callable[[str], bool]
+    tied: tuple[str, str]
+    renamed: Callable[[str], str] = str
+
+    def shapes_in_files(self, config: Any) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor of a model."""
+        found = {}
+        for path, shape in stacked_shapes(config, module=self.module).items():
+            inside = shape[config.STACK in path :]
+            for name in self.tensors_of(path, config):
+                found[name] = inside[::-1] if self.is_transposed(name) else inside
+        return found
+
+
+DECODER = Layout(Llama, to_json, tensors_of, is_transposed, (HEAD, EMBEDDING))
 
 
 def read_config(folder: str | Path) -> Config:
@@ -75,48 +108,56 @@ def save(
     write(folder, model.config, parameters, dtype=dtype, extra=extra, file_bytes=file_bytes)
 
 
-def read(folder: str | Path, config: Config) -> dict[Name, LazyArray]:
+def read(folder: str | Path, config: Any, layout: Layout = DECODER) -> dict[Name, LazyArray]:
     """The parameters in a folder, to be read in parts, those of all layers stacked.
 
     Args:
         folder: with safetensors files.
         config: the model that they belong to.
+        layout: of its family.
     """
-    tensors = tensors_in(folder, config)
-    require_same(folder, shapes_in_files(config), {n: one.shape for n, one in tensors.items()})
+    tensors, shapes = tensors_in(folder, config, layout=layout), layout.shapes_in_files(config)
+    require_same(folder, shapes, {name: one.shape for name, one in tensors.items()})
     found = {}
-    for path in stacked_shapes(config):
-        layers = [orient(name, tensors[name]) for name in tensors_of(path, config)]
+    for path in stacked_shapes(config, module=layout.module):
+        layers = [orient(n, tensors[n], layout) for n in layout.tensors_of(path, config)]
         found[path] = stack_of(layers) if config.STACK in path else layers[0]
     return found
 
 
 def tensors_in(
-    folder: str | Path, config: Config, kinds: Mapping[str, str] = FLOATS
+    folder: str | Path,
+    config: Any,
+    kinds: Mapping[str, str] = FLOATS,
+    *,
+    layout: Layout = DECODER,
 ) -> dict[str, LazyArray]:
     """The tensors in a folder, see `read_tensors`, without a head that is tied to the embedding."""
-    found = read_tensors(expand_user(folder), kinds)
-    head, embedding = found.get(HEAD), found.get(EMBEDDING)
+    stored = read_tensors(expand_user(folder), kinds)
+    found = {layout.renamed(name): tensor for name, tensor in stored.items()}
+    head, embedding = map(found.get, layout.tied)
     if config.tied and head and embedding:
         if not np.array_equal(head.whole(), embedding.whole()):
             raise UserError(
-                f"config.json of {folder} ties head and embedding, and {HEAD} differs from "
-                f"{EMBEDDING}. Load it with a Config of tied=False."
+                f"config.json of {folder} ties head and embedding, and {layout.tied[0]} differs "
+                f"from {layout.tied[1]}. Load it with a Config of tied=False."
             )
-        del found[HEAD]
+        del found[layout.tied[0]]
     return found
 
 
-def orient(name: str, tensor: LazyArray) -> LazyArray:
+def orient(name: str, tensor: LazyArray, layout: Layout = DECODER) -> LazyArray:
     """A tensor as a parameter: the axes of weights are exchanged."""
-    return tensor.transpose() if is_transposed(name) else tensor
+    return tensor.transpose() if layout.is_transposed(name) else tensor
 
 
 def write(
     folder: str | Path,
-    config: Config,
+    config: Any,
     parameters: Parameters,
     *,
+    layout: Layout = DECODER,
+    beside: Mapping[str, Json] | None = None,
     dtype: DTypeLike | None = None,
     extra: Json | None = None,
     file_bytes: int = FILE_BYTES,
@@ -127,26 +168,28 @@ def write(
     Args:
         config: the model.
         parameters: of it.
+        layout: of its family.
+        beside: other files of JSON in the folder, by name.
         folder, dtype, extra, file_bytes: see `save`.
         progress: called with the number of bytes read since its last call.
     """
     folder, kind = expand_user(folder), jnp.dtype(config.param_dtype if dtype is None else dtype)
-    data = {**to_json(config, kind), **(extra or {})}
-    require_parameters(config, parameters)
+    data = {**layout.to_json(config, kind), **(extra or {})}
+    require_parameters(config, parameters, module=layout.module)
     parameters = lazy_arrays.arrange(parameters, scan=True)
-    specs = {name: (shape, kind) for name, shape in shapes_in_files(config).items()}
+    specs = {name: (shape, kind) for name, shape in layout.shapes_in_files(config).items()}
     new = NewTensors(folder, specs, file_bytes)
     for path, one in parameters.items():
-        names = tensors_of(path, config)
+        names = layout.tensors_of(path, config)
         for index in lazy_arrays.pieces(one):
             values = one.read(index)
             layers, inside = [(names[0], values)], index
             if config.STACK in path:
                 layers, inside = [*zip(names[index[0]], values, strict=True)], index[1:]
             for name, layer in layers:
-                if is_transposed(name):
+                if layout.is_transposed(name):
                     new.write(name, inside[::-1], layer.T)
                 else:
                     new.write(name, inside, layer)
             progress(values.nbytes)
-    new.finish(data)
+    new.finish({CONFIG: data, **(beside or {})})

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from coat_jax import quantization
+from coat_jax import models, quantization
 from coat_jax.errors import UserError
 from coat_jax.files import expand_user
 from coat_jax.models import hf, lazy_arrays
@@ -72,6 +72,11 @@ def convert(
     source = expand_user(source)
     weights.require_not_quantized(source, "Conversion")
     config, config_json = weights.model_config(source), weights.read_config_json(source)
+    if (recipe is not None or balance_on) and not isinstance(config, models.Config):
+        raise UserError(
+            f"{source} holds a model that sees, and only decoders can be quantized or balanced: "
+            "leave --to and --balance out."
+        )
     format = hf_of(config)
     files, special = tokenizer_files.read(source, config_json, tokenizer, config.vocab, note)
     # A recipe rounds the parameters as they are stored; in FP32 that is with their corrections.

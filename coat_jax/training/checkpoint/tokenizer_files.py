@@ -17,7 +17,7 @@ from coat_jax.tokenizers import Tokenizer
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
 NAMES: tuple[str, ...] = (TOKENIZER, GENERATION, "tokenizer.model", "tokenizer_config.json")
 NAMES += ("vocab.json", "special_tokens_map.json", "merges.txt", "added_tokens.json")
-NAMES += ("chat_template.jinja",)
+NAMES += ("chat_template.jinja", "chat_template.json", "processor_config.json")
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 

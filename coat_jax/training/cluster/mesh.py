@@ -112,7 +112,7 @@ def place(batch: Any, mesh: Mesh, *, microbatches: int) -> Any:
 def abstract_batch(config: TrainConfig, mesh: Mesh, example: Any = None) -> Any:
     """Returns the shapes of a placed batch of rows like `example`, by default the family's."""
     if example is None:
-        example = family_of(config.model).example(config.model, config.sequence_length)
+        example = family_of(config.model).example(config)
     rows = config.gradient_accumulation_steps, config.microbatch
     return jax.tree.map(
         lambda row: jax.ShapeDtypeStruct(

@@ -152,6 +152,12 @@ class TrainConfig:
 
     def _require_releasable(self) -> None:
         """Raises where something needs the gradients that the backward pass frees."""
+        module = family_of(self.model).module
+        if not hasattr(module, "stages"):
+            raise UserError(
+                "optimizer.release_gradients=True needs a model that its backward pass divides, "
+                f"and a {module.__name__} has no method `stages`: leave release_gradients out."
+            )
         users = {
             "gradient_accumulation_steps": self.gradient_accumulation_steps > 1,
             "model.scan": self.model.scan,
@@ -187,7 +193,7 @@ class TrainConfig:
         stochastic = precision_of(self.model.precision).stochastic
         precision = dataclasses.replace(BF16, stochastic=stochastic)
         remat = self.model.remat or "layer"
-        model = dataclasses.replace(self.model, precision=precision, remat=remat)
+        model = dataclasses.replace(self.model.in_precision(precision), remat=remat)
         return dataclasses.replace(self, model=model)
 
     @property
@@ -200,7 +206,7 @@ def in_bf16(config: TrainConfig) -> TrainConfig:
     """Returns the run in BF16 with optax's AdamW, in another folder: the baseline of COAT."""
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, precision="bf16"),
+        model=config.model.in_precision("bf16"),
         optimizer=dataclasses.replace(
             config.optimizer, name="adamw", moments="directions", transformation=None
         ),
@@ -209,17 +215,23 @@ def in_bf16(config: TrainConfig) -> TrainConfig:
 
 
 def to_json(value: Any) -> Any:
-    """Returns a config, or a part of one, in JSON's types."""
+    """Returns a config, or a part of one, in JSON's types; that of a model names its family."""
+    if isinstance(value, TrainConfig):
+        return _to_json(value) | {"model": to_json(value.model)}
+    family = {"family": name_of(value)} if isinstance(value, ModelConfig) else {}
+    return family | _to_json(value) if family else _to_json(value)
+
+
+def _to_json(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, Minifloat):
-        family = {"family": name_of(value)} if isinstance(value, ModelConfig) else {}
         fields = dataclasses.fields(value)
-        return family | {field.name: to_json(getattr(value, field.name)) for field in fields}
+        return {field.name: _to_json(getattr(value, field.name)) for field in fields}
     if isinstance(value, Mapping):  # functions by name
         return {name: function_name(item) for name, item in value.items()}
     if is_optimizer(value):
         return function_name(value)
     if isinstance(value, tuple | list):
-        return [to_json(item) for item in value]
+        return [_to_json(item) for item in value]
     if value is None or isinstance(value, str | int | float):
         return value
     return value.name if isinstance(value, Minifloat) else jnp.dtype(value).name

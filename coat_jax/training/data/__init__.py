@@ -8,6 +8,7 @@ Nothing is downloaded, nothing in the data is executed. Left out: mixing sources
 
 from coat_jax.models import Batch as Batch
 from coat_jax.training.data.loader import Loader as Loader
+from coat_jax.training.data.pictures import PicturesConfig as PicturesConfig
 from coat_jax.training.data.rows import Rows as Rows
 from coat_jax.training.data.sources import DataConfig as DataConfig
 from coat_jax.training.data.sources import rows_of as rows_of

@@ -2,16 +2,15 @@
 
 Documents are taken in a random order and put where they leave the least room (best fit). The plan
 depends on their lengths alone, so every process makes the same one. A document that is longer than
-a row has a row to itself and is truncated.
+a row has a row to itself and is truncated. Rows may also have a limit of pictures.
 """
 
 import hashlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int, Int64, UInt
 
-from coat_jax.models import Batch
 from coat_jax.models.batches import IGNORED
 from coat_jax.printable import amount
 from coat_jax.tokenizers import digest_of
@@ -32,36 +31,66 @@ class Documents(NamedTuple):
         return Documents(self.tokens[within], self.learned[within], edges[1:] - edges[0])
 
 
-def plan(lengths: Int[np.ndarray, " D"], sequence: int, seed: int) -> list[list[int]]:
-    """Returns the indices of the documents in each row."""
+def plan(
+    lengths: Int[np.ndarray, " D"],
+    sequence: int,
+    seed: int,
+    pictures: Int[np.ndarray, " D"] | None = None,
+    most_pictures: int = 0,
+) -> list[list[int]]:
+    """Returns the indices of the documents in each row.
+
+    Args:
+        lengths: tokens of the documents.
+        sequence: tokens of a row.
+        seed: of the order of the documents.
+        pictures: how many each document has; none by default.
+        most_pictures: how many fit in a row.
+    """
     rows: list[list[int]] = []
-    by_room: list[list[int]] = [[] for _ in range(sequence + 1)]
-    rooms = 0  # bit r says that a row has room for r tokens: the best fit is the lowest bit
+    # By how many more pictures a row can take, and by its room for tokens.
+    by_room: list[dict[int, list[int]]] = [{} for _ in range(most_pictures + 1)]
+    rooms = [0] * (most_pictures + 1)  # bit r: a row has room for r tokens
+    seen = np.zeros_like(lengths) if pictures is None else pictures
     for number in np.random.default_rng(seed).permutation(len(lengths)).tolist():
-        length = min(int(lengths[number]), sequence)
-        fitting = rooms >> length
+        length, taken = min(int(lengths[number]), sequence), int(seen[number])
+        # The best fit is the lowest bit; among equals, the row that can take fewest pictures.
+        fitting = [
+            (length + ((bits := rooms[more] >> length) & -bits).bit_length() - 1, more)
+            for more in range(taken, most_pictures + 1)
+            if rooms[more] >> length
+        ]
         if fitting:
-            room = length + (fitting & -fitting).bit_length() - 1
-            row = by_room[room].pop()
-            if not by_room[room]:
-                rooms ^= 1 << room
+            room, more = min(fitting)
+            row = by_room[more][room].pop()
+            if not by_room[more][room]:
+                rooms[more] ^= 1 << room
         else:
-            room, row = sequence, len(rows)
+            room, more, row = sequence, most_pictures, len(rows)
             rows.append([])
         rows[row].append(number)
         if room > length:
-            by_room[room - length].append(row)
-            rooms |= 1 << (room - length)
+            by_room[more - taken].setdefault(room - length, []).append(row)
+            rooms[more - taken] |= 1 << (room - length)
     return rows
 
 
 class Packed(TextRows):
     """Documents that share rows."""
 
-    def __init__(self, documents: Documents, *, sequence: int, seed: int, end_of_text: int | None):
+    def __init__(
+        self,
+        documents: Documents,
+        *,
+        sequence: int,
+        seed: int,
+        end_of_text: int | None,
+        pictures: Int[np.ndarray, " D"] | None = None,
+        most_pictures: int = 0,
+    ):
         lengths = np.diff(documents.ends, prepend=0)
         self._documents, self._starts = documents, documents.ends - lengths
-        self._plan = plan(lengths, sequence, seed)
+        self._plan = plan(lengths, sequence, seed, pictures, most_pictures)
         arrays = tuple(hashlib.sha256(array.data).hexdigest() for array in documents)
         digested = digest_of(repr(arrays).encode()), self._plan, sequence
         super().__init__(sequence, len(documents.tokens), end_of_text, digested)
@@ -71,7 +100,7 @@ class Packed(TextRows):
     def __len__(self) -> int:
         return len(self._plan)
 
-    def __getitem__(self, row: int) -> Batch:
+    def __getitem__(self, row: int) -> Any:
         tokens, learned, ends = self._documents
         places = np.concatenate(
             [np.arange(self._starts[d], ends[d])[: self.sequence] for d in self._plan[row]]

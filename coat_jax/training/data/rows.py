@@ -62,9 +62,9 @@ class TextRows(Rows):
         self.digest = hashlib.sha256(repr(digested).encode()).hexdigest()[:16]
         self.description = f"{tokens:,} tokens in {len(self):,} rows of {sequence:,}"
         fields = 2 if end_of_text is None else len(Batch._fields)
-        self.padding = pad(Batch(*[np.empty(0, np.int32)] * fields), sequence)
+        self.padding: Any = pad(Batch(*[np.empty(0, np.int32)] * fields), sequence)
 
-    def has_labels(self, row: Batch) -> bool:
+    def has_labels(self, row: Any) -> bool:
         """See `Rows`."""
         return bool(np.any(row.labels != IGNORED))
 

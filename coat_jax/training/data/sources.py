@@ -46,7 +46,8 @@ class DataConfig:
         dtype: the dtype of token files without a header, uint16 or uint32; None is uint16.
         end_of_text: the token that ends a document; attention stays within a document. None takes
             the tokenizer's, or the one that `coat tokenize` noted beside its files.
-        template: how a message of a chat is written; {end} is the token `end_of_text`.
+        template: how a message of a chat is written; {end} is the token `end_of_text`, and {Role}
+            a role that begins with a capital letter.
     """
 
     train: tuple[str, ...] = ("corpus",)

@@ -67,7 +67,7 @@ def account(
         parameters=_shard_bytes(state.params),
         gradients=_gradients(config, split_trained(config, state.params)[0]),
         optimizer=_shard_bytes(moments) - on_host,
-        activations=saved_activations(config.model, rows, config.sequence_length),
+        activations=saved_activations(config, rows),
         peak=peak,
         limit=(device.memory_stats() or {}).get("bytes_limit"),
         on_host=on_host,
@@ -93,16 +93,16 @@ def _shard_bytes(tree: Any, itemsize: int | None = None) -> int:
     )
 
 
-def saved_activations(config: models.ModelConfig, rows: int, sequence: int) -> int:
+def saved_activations(config: TrainConfig, rows: int) -> int:
     """Returns the bytes that are saved for the backward pass, besides parameters.
 
     A tensor axis of the mesh shards most of them further.
     """
-    family = family_of(config)
-    graph, params = models.abstract(config, module=family.module)
+    family = family_of(config.model)
+    graph, params = models.abstract(config.model, module=family.module)
     batch = jax.tree.map(
         lambda row: jax.ShapeDtypeStruct((rows, *row.shape), row.dtype),
-        family.example(config, sequence),
+        family.example(config),
     )
     # Parameters are saved by reference, or cast.
     weights = {leaf.shape for leaf in jax.tree.leaves(params)}

@@ -16,6 +16,7 @@ from coat_jax.models.protocol import Work
 from coat_jax.printable import amount
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.config.optimizer import is_transformation
+from coat_jax.training.families import family_of
 from coat_jax.training.report.metrics import Metrics
 from coat_jax.training.report.progress import Progress
 from coat_jax.training.step import Report
@@ -91,7 +92,7 @@ class Recorder:
         self.pause(step)
         pace = (step - before) * self._config.tokens_per_step / (self._clock[1] - since)
         config = self._config if step > self._config.steps_in_bf16 else self._config.bf16_phase
-        work = config.model.work_per_token(config.sequence_length)
+        work = family_of(config.model).work(config)
         record = {
             "loss": self.loss,
             "learning_rate": None if is_transformation(config.optimizer.transformation) else rate,

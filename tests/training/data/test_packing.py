@@ -1,7 +1,7 @@
 """Laws of packing: nothing is lost, nothing is split, nothing depends on who plans."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coat_jax.training.data.packing import Documents, Packed, plan
@@ -52,6 +52,36 @@ def test_every_token_is_in_one_place_and_learned_ones_are_labels_one_place_ahead
     assert len(found) == len(lengths)
     learned = {token for token in documents.tokens.tolist() if token % 2 == 0}
     assert sorted(labels) == sorted(learned - set(starts))
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 3)), min_size=8), st.integers(0, 9))
+def test_with_a_limit_of_pictures_each_document_goes_where_it_leaves_the_least_room(
+    documents, seed
+):
+    """Among equals, where fewest pictures fit. It opens a row only where it fits in no other."""
+    most = 3
+    lengths, pictures = map(np.array, zip(*documents, strict=True))
+    rows = plan(lengths, SEQUENCE, seed, pictures, most)
+    row_of = {number: row for row, numbers in enumerate(rows) for number in numbers}
+    room: dict[int, tuple[int, int]] = {}  # for tokens and for pictures
+    order = np.random.default_rng(seed).permutation(len(lengths)).tolist()
+    assert sorted(row_of) == sorted(order)
+    for number in order:
+        length, taken = min(lengths[number], SEQUENCE), pictures[number]
+        fitting = [free for free in room.values() if free[0] >= length and free[1] >= taken]
+        free = room.get(row_of[number], (SEQUENCE, most))
+        assert free == min(fitting, default=(SEQUENCE, most))
+        assert (row_of[number] in room) == bool(fitting)
+        room[row_of[number]] = (free[0] - length, free[1] - taken)
+    assert sum(map(len, rows)) == len(documents)
+
+
+@given(lengths, st.integers(0, 9))
+def test_a_limit_of_pictures_that_no_document_has_changes_nothing(lengths, seed):
+    lengths = np.array(lengths)
+    with_limit = plan(lengths, SEQUENCE, seed, np.zeros_like(lengths), 3)
+    assert with_limit == plan(lengths, SEQUENCE, seed)
 
 
 def test_documents_that_are_too_long_are_truncated_and_counted():

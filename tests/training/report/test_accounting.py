@@ -83,7 +83,7 @@ def test_released_gradients_are_those_of_the_largest_part(tied):
 
 
 def kept(**changes):
-    return accounting.saved_activations(small(model=changes).model, ROWS, SEQUENCE)
+    return accounting.saved_activations(small(model=changes), ROWS)
 
 
 @pytest.mark.parametrize("scan", [True, False])
