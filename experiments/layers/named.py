@@ -73,7 +73,7 @@ def main() -> None:
         )
         runs.append(runs_of(program))
         print(f"{name:24} {memory.temp_size_in_bytes / 1e9:6.2f} GB", flush=True)
-    for case, ms in zip(cases, medians_ms(runs, batches=7, calls=2), strict=True):
+    for case, ms in zip(cases, medians_ms(runs, warmup=1, batches=5, calls=2), strict=True):
         case["ms"] = ms
         print(f"{case['way']:24} {ms:7.1f} ms", flush=True)
     records.write(

@@ -1,0 +1,56 @@
+"""The study of models that see: its rows."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from experiments.row_files import Row, digest
+from experiments.study.description import described
+from experiments.study.rows import named
+from experiments.study.study import Call, Study
+from experiments.vision_study.arms import ARMS, SIZES
+from experiments.vision_study.icons import scene_of
+from experiments.vision_study.show import show
+
+VERSION = 1
+
+
+def rows_of(call: Call, name: str, seeds: Sequence[int], text: str) -> list[Row]:
+    """The row of a run."""
+    model = described(dataclasses.asdict(SIZES[call.size].model))
+    for part in (model, model["tower"], model["decoder"]):
+        del part["precision"]  # the arm decides it
+    return [
+        named(
+            {
+                "arm": name,
+                "size": call.size,
+                "seed": seed,
+                "settings": dataclasses.asdict(call.settings),
+                "text": text,
+                "definition": described(ARMS[name]),
+                "model": digest(model),
+                "version": VERSION,
+            }
+        )
+        for seed in seeds
+    ]
+
+
+def prepare(call: Call, rows: list[Row], only_plan: bool) -> str:
+    """The digest of the questions."""
+    del call, rows, only_plan
+    return digest([scene_of(split, 0).questions for split in ("train", "held_out")])
+
+
+STUDY = Study(
+    name="vision_study",
+    arms=ARMS,
+    usual=("bf16", "bf16_ulp", "decoder_alone", "coat", "coat_int8", "coat_bf16_forward"),
+    sizes=SIZES,
+    measures={"losses", "held_out", "right"},
+    module="experiments.vision_study.training",
+    rows_of=rows_of,
+    prepare=prepare,
+    show=show,
+    side_by_side=2,
+)

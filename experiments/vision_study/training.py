@@ -1,0 +1,140 @@
+"""One run: trains an arm from a seed, and asks it about scenes that it has not seen."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from coat_jax import generation
+from coat_jax.models import vision_language as vl
+from coat_jax.tokenizers import Bytes
+from coat_jax.training.cluster.mesh import make_mesh, place
+from coat_jax.training.config import EvaluationConfig, MeshConfig, OptimizerConfig, TrainConfig
+from coat_jax.training.data import PicturesConfig, chat
+from coat_jax.training.data.chat import Message
+from coat_jax.training.data.rows import documents_of, pad
+from coat_jax.training.setup import prepare
+from coat_jax.training.step import held_out_step
+from experiments import row_files
+from experiments.loss_study.training import mean_loss, perturbed, rounded
+from experiments.row_files import Row
+from experiments.study.study import Job, Stopped
+from experiments.study.worker import say
+from experiments.vision_study.arms import ARMS, SIZES, Arm, Settings, Size
+from experiments.vision_study.icons import SPLITS, Scene, Split, draw, scene_of
+
+HELD_OUT: tuple[Split, ...] = SPLITS[1:]
+TEMPLATE = "{role}: {content}{end}"
+TOGETHER = 256  # questions at a time
+MOST_TOKENS = 24  # of an answer
+REPORT_EVERY = 25  # steps
+
+
+def measure(job: Job) -> list[Row]:
+    """Makes a run; see `Study`."""
+    (row,) = job.rows
+    arm, size, settings = ARMS[row["arm"]], SIZES[row["size"]], Settings(**row["settings"])
+    config, seed, begin = config_of(arm, size, settings, row["seed"]), row["seed"], time.monotonic()
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    numbers = np.random.default_rng(seed).permutation(settings.steps * settings.batch)
+    with jax.set_mesh(mesh), ThreadPoolExecutor() as pool:
+        run = prepare(config, mesh)
+        state = run.new_state()
+        if arm.perturbed:
+            state = state._replace(params=perturbed(state.params, seed))
+        program = run.lower().compile()
+        reports = []
+        batches = pool.map(
+            lambda step: batch_of(config, "train", numbers[step :: settings.steps].tolist()),
+            range(settings.steps),
+        )
+        for step, batch in enumerate(batches):
+            if job.asked:
+                raise Stopped
+            state, report = program(state, place(batch, mesh, microbatches=1))
+            reports.append(report.loss)
+            if step % REPORT_EVERY == 0:
+                say(job, f"{step}/{settings.steps} {float(report.loss):.3f}")
+        losses = [rounded(float(loss)) for loss in reports]
+        trained = time.monotonic() - begin
+        model, scenes = nnx.merge(run.graph, state.params), range(settings.held_out)
+        loss = jax.jit(partial(held_out_step, run.graph, state.params))
+        held_out, answers = {}, {}
+        for split in HELD_OUT:
+            parts = (scenes[i : i + settings.batch] for i in scenes[:: settings.batch])
+            batches = (place(batch_of(config, split, part), mesh, microbatches=1) for part in parts)
+            held_out[split] = [mean_loss(loss(batch)) for batch in batches]
+            answers[split] = right_answers(config, model, [scene_of(split, n) for n in scenes])
+    measured = {"losses": losses, "held_out": held_out, "right": answers}
+    seconds = {"train": round(trained, 1), "all": round(time.monotonic() - begin, 1)}
+    return [row | measured | {"seconds": seconds, "parents": row_files.parents()}]
+
+
+def config_of(arm: Arm, size: Size, settings: Settings, seed: int) -> TrainConfig:
+    """The trainer's config of a run."""
+    return TrainConfig(
+        model=dataclasses.replace(
+            size.model, precision=arm.precision, tower_precision=arm.tower_precision
+        ),
+        data=PicturesConfig(template=TEMPLATE),
+        optimizer=OptimizerConfig(
+            name="adamw", learning_rate=settings.learning_rate, warmup_steps=0.08, b2=0.95
+        ),
+        evaluation=EvaluationConfig(every=0),
+        total_steps=settings.steps,
+        global_batch_size=settings.batch,
+        sequence_length=settings.sequence,
+        seed=seed,
+    )
+
+
+def batch_of(config: TrainConfig, split: Split, numbers: Sequence[int]) -> vl.Batch:
+    """Scenes as a batch, each with its questions in turn."""
+    rows = [row_of(config, scene_of(split, number)) for number in numbers]
+    batch: vl.Batch = jax.tree.map(lambda *of_rows: np.stack(of_rows), *rows)
+    return batch
+
+
+def row_of(config: TrainConfig, scene: Scene) -> vl.Batch:
+    """A scene as a row."""
+    block, messages = [config.model.image_token] * config.model.features, []
+    for number, (question, answer) in enumerate(scene.questions.values()):
+        texts = (question,) if number else ("", question)
+        messages.append(Message("user", texts, False, number == 0, "scene"))
+        messages.append(Message("assistant", (answer,), True, False, "scene"))
+    found = chat.tokenize(messages, [], Bytes(), TEMPLATE, block)
+    tokens = found.tokens.astype(np.int32)
+    labels = np.where(found.learned[1:], tokens[1:], np.int32(-100))
+    text = documents_of(tokens[:-1], labels, np.zeros(len(labels), bool))
+    text = pad(text, config.sequence_length)
+    return vl.Batch(text.tokens, text.labels, draw(scene)[None], text.positions, text.segments)
+
+
+def right_answers(config: TrainConfig, model: Any, scenes: Sequence[Scene]) -> dict[str, str]:
+    """For each kind of question a 1 for each scene that is answered exactly, else a 0."""
+    head = Bytes().encode("user: ") + [config.model.image_token] * config.model.features
+    found = {}
+    for kind in scenes[0].questions:
+        right = ""
+        for first in range(0, len(scenes), TOGETHER):
+            some = scenes[first : first + TOGETHER]
+            asked = [Bytes().encode(scene.questions[kind][0]) for scene in some]
+            prompts = [[*head, *one, 0, *Bytes().encode("assistant: ")] for one in asked]
+            answers = generation.generate(
+                model,
+                prompts,
+                max_tokens=MOST_TOKENS,
+                sampling=generation.Sampling(temperature=0),
+                stops=[0],
+                images=[[draw(scene)] for scene in some],
+            )
+            wanted = (Bytes().encode(scene.questions[kind][1]) for scene in some)
+            right += "".join(str(int(a == w)) for a, w in zip(answers, wanted, strict=True))
+        found[kind] = right
+    return found
