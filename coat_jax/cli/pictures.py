@@ -99,7 +99,8 @@ class Asker:
             root: the folder that has the pictures.
             where: the place that names them, for errors.
         """
-        files = [read_header(path, root=root, where=where).path for path in pictures]
+        images = self._config.tower.images
+        files = [read_header(path, images, root=root, where=where) for path in pictures]
         tokens, config = self.tokens(question, len(files)), self._config
         if tokens.count(config.image_token) != len(files) * config.features:
             raise UserError(

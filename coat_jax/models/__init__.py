@@ -6,11 +6,12 @@
     create, abstract               a new model on a mesh, each device with its own shards
     parameters_count               how many parameters a config has
     hf                             weights from and to Hugging Face folders
+    vision_language                models that see, which have such a decoder
 
-All families are one module; a `Config` holds what differs.
+All families of decoders are one module; a `Config` holds what differs.
 """
 
-from coat_jax.models import hf
+from coat_jax.models import hf, vision_language
 from coat_jax.models.batches import Batch
 from coat_jax.models.config import PRESETS, Config, config_of
 from coat_jax.models.creation import abstract, create
@@ -30,4 +31,5 @@ __all__ = [
     "create",
     "hf",
     "parameters_count",
+    "vision_language",
 ]

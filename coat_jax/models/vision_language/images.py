@@ -21,7 +21,7 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from jaxtyping import UInt8
@@ -213,27 +213,20 @@ def _to_rgb(image: "Image.Image") -> "Image.Image":
     return image.convert("RGB")
 
 
-class ImageFile(NamedTuple):
-    """A picture of which only the header has been read."""
-
-    path: Path  # absolute, without links
-    width: int  # as stored: EXIF may turn the picture on its side
-    height: int
-    bytes: int
-
-
-def read_header(path: str | Path, *, root: Path, where: str) -> ImageFile:
-    """Reads a picture's header, without decoding the picture.
+def read_header(path: str | Path, format: ImageFormat, *, root: Path, where: str) -> Path:
+    """Checks a picture by its header; returns its path, absolute and without links.
 
     Args:
         path: of the picture, relative to `root`.
+        format: how it will be resized.
         root: the folder with all pictures; links may not lead out of it.
         where: the place that names the picture, such as "chat.jsonl:12"; errors begin with it.
     """
     with _errors_at(where):
         found = _find(path, root)
-        with found.open("rb") as file, _open(file, found) as image:
-            return ImageFile(found, *image.size, found.stat().st_size)
+        with found.open("rb") as file, _open(file, found) as image, _damage(found):
+            format.sizes(*image.size)  # raises if it is too narrow
+        return found
 
 
 def load(path: Path, format: ImageFormat, where: str) -> UInt8[np.ndarray, "S S 3"]:

@@ -14,6 +14,7 @@ The header of every picture is read; `picture_rows` decodes them.
 
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -24,7 +25,7 @@ from rich.console import Console
 from coat_jax.errors import UserError
 from coat_jax.files import expand_user, json_lines, parse_json, read_bytes, read_failures
 from coat_jax.models.vision_language import Config
-from coat_jax.models.vision_language.images import read_header
+from coat_jax.models.vision_language.images import ImageFormat, read_header
 from coat_jax.printable import amount
 from coat_jax.tokenizers import AnyTokenizer, document_tokenizer
 from coat_jax.training.data import chat
@@ -120,7 +121,8 @@ def read(paths: list[Path], config: PicturesConfig, model: Config, sequence: int
         for path in paths:
             root = path.parent if config.pictures is None else Path(config.pictures)
             for place, record in _records(path):
-                before, split = len(pictures), _Splitter(pictures, root, place)
+                before = len(pictures)
+                split = partial(_split, pictures, model.tower.images, root, place)
                 found = chat.messages_of(place, _as_messages(place, record), split)
                 count = len(pictures) - before
                 if count > config.pictures_per_row:
@@ -222,27 +224,24 @@ def _as_messages(place: str, record: dict[str, Any]) -> dict[str, Any]:
     return record | {"messages": messages}
 
 
-class _Splitter:
-    """Splits the content of messages at their pictures, which it collects."""
-
-    def __init__(self, pictures: list[Picture], root: Path, place: str):
-        self._pictures, self._root, self._place = pictures, root, place
-
-    def __call__(self, content: Any) -> tuple[str, ...] | None:
-        if isinstance(content, str):
-            return (content,)
-        texts = [""]
-        for part in content if isinstance(content, list) else [None]:
-            match part:
-                case {"type": "text", "text": str(text)}:
-                    texts[-1] += text
-                case {"type": "image", "image": str(path)}:
-                    header = read_header(path, root=self._root, where=self._place)
-                    self._pictures.append(Picture(header.path, self._place))
-                    texts.append("")
-                case _:
-                    return None
-        return tuple(texts)
+def _split(
+    pictures: list[Picture], format: ImageFormat, root: Path, place: str, content: Any
+) -> tuple[str, ...] | None:
+    """Splits the content of a message at its pictures, which are appended to `pictures`."""
+    if isinstance(content, str):
+        return (content,)
+    texts = [""]
+    for part in content if isinstance(content, list) else [None]:
+        match part:
+            case {"type": "text", "text": str(text)}:
+                texts[-1] += text
+            case {"type": "image", "image": str(path)}:
+                found = read_header(path, format, root=root, where=place)
+                pictures.append(Picture(found, place))
+                texts.append("")
+            case _:
+                return None
+    return tuple(texts)
 
 
 def _cut(found: Conversations, block: list[int], model: Config, sequence: int) -> Conversations:

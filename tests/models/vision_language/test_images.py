@@ -79,10 +79,10 @@ def test_pixels_of_photographs_are_those_of_transformers(images):
     paths = pictures_of_scikit_image()
     assert len(paths) > 20
     for path in paths:
-        header = read_header(path.name, root=path.parent, where=WHERE)
+        found = read_header(path.name, images, root=path.parent, where=WHERE)
         with Image.open(path) as picture:
             wanted = pixels_of_transformers(images, picture)
-        got = load(header.path, images, WHERE)
+        got = load(found, images, WHERE)
         np.testing.assert_array_equal(got, wanted, err_msg=path.name)
 
 
@@ -221,10 +221,10 @@ def test_a_header_is_read_without_the_picture(tmp_path):
     path = write_noise(tmp_path / "a.png")
     content = path.read_bytes()
     path.write_bytes(content[:200])
-    header = read_header("a.png", root=tmp_path, where=WHERE)
-    assert header == (path.resolve(), 70, 45, 200)
+    found = read_header("a.png", SQUASH, root=tmp_path, where=WHERE)
+    assert found == path.resolve()
     with pytest.raises(UserError, match=rf"^{WHERE}: .*a\.png is damaged: .* copy it again"):
-        load(header.path, SQUASH, WHERE)
+        load(found, SQUASH, WHERE)
 
 
 @pytest.mark.parametrize("name", ["a.jpg", "a.gif", "a.webp", "a.bmp", "a.tif", "a.ppm"])
@@ -236,14 +236,14 @@ def test_a_truncated_picture_is_an_error(name, tmp_path):
 
 
 def test_the_content_decides_the_format(tmp_path):
-    write_noise(tmp_path / "a.jpg", format="PNG")
-    assert read_header("a.jpg", root=tmp_path, where=WHERE).width == 70
+    path = write_noise(tmp_path / "a.jpg", format="PNG")
+    assert read_header("a.jpg", SQUASH, root=tmp_path, where=WHERE) == path.resolve()
 
 
 def test_a_link_inside_the_root_is_followed(tmp_path):
     path = write_noise(tmp_path / "a.png")
     (tmp_path / "link.png").symlink_to(path)
-    assert read_header("link.png", root=tmp_path, where=WHERE).path == path.resolve()
+    assert read_header("link.png", SQUASH, root=tmp_path, where=WHERE) == path.resolve()
 
 
 def eps():
@@ -267,7 +267,7 @@ def test_a_file_that_is_no_image_is_an_error(content, message, tmp_path):
     path = tmp_path / "a.png"
     path.write_bytes(content)
     for read in (
-        lambda: read_header("a.png", root=tmp_path, where=WHERE),
+        lambda: read_header("a.png", SQUASH, root=tmp_path, where=WHERE),
         lambda: load(path, SQUASH, WHERE),
     ):
         with pytest.raises(UserError, match=rf"(?s)^{WHERE}: .*a\.png {message}"):
@@ -294,13 +294,13 @@ def test_a_decompression_bomb_is_an_error_and_no_warning(content, tmp_path):
     """Pillow warns of the first and raises an error of its own for the others."""
     (tmp_path / "a").write_bytes(content)
     with pytest.raises(UserError, match=rf"^{WHERE}: .*a is too large: .* at most 89,478,485"):
-        read_header("a", root=tmp_path, where=WHERE)
+        read_header("a", SQUASH, root=tmp_path, where=WHERE)
 
 
 def test_a_picture_at_the_limit_is_no_bomb(tmp_path):
     (tmp_path / "a").write_bytes(png_of(9459, 9459))
     assert MAX_PIXELS - 9459 < 9459**2 < MAX_PIXELS == Image.MAX_IMAGE_PIXELS
-    assert read_header("a", root=tmp_path, where=WHERE).height == 9459
+    assert read_header("a", SQUASH, root=tmp_path, where=WHERE).name == "a"
 
 
 @pytest.mark.parametrize(
@@ -332,13 +332,17 @@ def test_a_path_that_names_no_image_in_the_root_is_an_error(path, message, tmp_p
     (root / "circle").symlink_to("circle")
     os.mkfifo(root / "pipe")
     with pytest.raises(UserError, match=rf"^{WHERE}: .*{message}"):
-        read_header(path, root=root, where=WHERE)
+        read_header(path, SQUASH, root=root, where=WHERE)
 
 
 def test_a_picture_too_narrow_to_crop_is_an_error(tmp_path):
     Image.new("L", (10, 10_000)).save(tmp_path / "a.png")
-    with pytest.raises(UserError, match=rf"^{WHERE}: .*a.png: .*10 x 10000 .* 336 x 336000"):
-        load(tmp_path / "a.png", CROP, WHERE)
+    for read in (
+        lambda: read_header("a.png", CROP, root=tmp_path, where=WHERE),
+        lambda: load(tmp_path / "a.png", CROP, WHERE),
+    ):
+        with pytest.raises(UserError, match=rf"^{WHERE}: .*a.png: .*10 x 10000 .* 336 x 336000"):
+            read()
     assert load(tmp_path / "a.png", SQUASH, WHERE).shape == (224, 224, 3)
 
 
@@ -346,7 +350,7 @@ def test_without_pillow_the_error_says_how_to_install_it(tmp_path, monkeypatch):
     write_noise(tmp_path / "a.png")
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(ImportError, match=r"need Pillow: pip install 'coat_jax\[vision\]'"):
-        read_header("a.png", root=tmp_path, where=WHERE)
+        read_header("a.png", SQUASH, root=tmp_path, where=WHERE)
 
 
 # --- Settings ----------------------------------------------------------------------------------

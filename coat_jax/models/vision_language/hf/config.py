@@ -4,6 +4,7 @@ Idefics3 is SmolVLM by another name, and is written as SmolVLM. What a Config ca
 an error that names it: towers of other kinds, features of several layers, other projectors.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from coat_jax.errors import UserError
 from coat_jax.models.hf import config as decoders
 from coat_jax.models.hf.config import ACTIVATION_NAMES, Dtypes, Json, architecture_in
 from coat_jax.models.vision_language.config import Config, TowerConfig
+from coat_jax.models.vision_language.images import CLIP as CLIP_IMAGES
 from coat_jax.models.vision_language.images import ImageFormat
 from coat_jax.precision import BF16
 from coat_jax.validation import CountOrZero, brief, require
@@ -56,8 +58,6 @@ DECODERS: dict[str, dict[str, Any]] = {
     "qwen3": DECODER
     | {"vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768},
 }
-CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-SHIFTS = "vision_feature_layer"
 
 
 def from_json(data: Json, preprocessor: Json | None = None) -> Config:
@@ -98,8 +98,8 @@ def from_json(data: Json, preprocessor: Json | None = None) -> Config:
     of_model: dict[str, Any] = {}
     if family == LLAVA:
         fields |= _llava_tower(data, vision, kind, fields["layers"])
-        default = ImageFormat(size=size, resize="crop", mean=CLIP_MEAN, std=CLIP_STD)
-        fields.setdefault("images", default if kind == CLIP else ImageFormat(size=size))
+        default = CLIP_IMAGES if kind == CLIP else ImageFormat()
+        fields.setdefault("images", dataclasses.replace(default, size=size))
         bias = data.get("multimodal_projector_bias")
         of_model = {"projector": "mlp", "projector_bias": True if bias is None else bias}
     else:
