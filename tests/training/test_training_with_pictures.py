@@ -22,13 +22,13 @@ from coat_jax.models import vision_language
 from coat_jax.models.vision_language import Config, ImageFormat, TowerConfig, VisionLanguage
 from coat_jax.training.checkpoint import conversion, weights
 from coat_jax.training.cluster.mesh import open_data
-from coat_jax.training.config import CheckpointConfig, EvaluationConfig, MeshConfig, TelemetryConfig
+from coat_jax.training.config import CheckpointConfig, MeshConfig, TelemetryConfig
 from coat_jax.training.config_files import load_config, source
 from coat_jax.training.data import PicturesConfig
 from coat_jax.training.families import family_of
 from coat_jax.training.loop import train
 from coat_jax.training.overrides import fields, override
-from coat_jax.training.report import accounting, recorder
+from coat_jax.training.report import accounting
 from coat_jax.training.report.metrics import Metrics
 from coat_jax.training.setup import prepare, require_same_model
 
@@ -85,29 +85,17 @@ def records_of(out):
 # --- Runs ------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def records(talks, tmp_path_factory):
-    """Of a run with telemetry, on a device whose speed is known."""
-    out = tmp_path_factory.mktemp("whole") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(recorder.PEAKS, "cpu", PEAKS)
-        evaluation = EvaluationConfig(every=3, batches=1)
-        telemetry = TelemetryConfig(every=4)
-        train(config_of(talks, out, evaluation=evaluation, telemetry=telemetry))
-    return records_of(out)
-
-
 def losses_of(records):
-    """And gradient norms, without records of telemetry."""
+    """And gradient norms."""
     names = ("step", "loss", "gradient_norm", "held_out_loss")
     found = [{name: one[name] for name in names if name in one} for one in records]
     return [one for one in found if len(one) > 1]
 
 
 def test_a_run_that_stops_and_goes_on_has_the_losses_of_one_that_does_not(
-    records, talks, tmp_path, monkeypatch
+    talks, tmp_path, monkeypatch
 ):
-    """Bit for bit; telemetry changes nothing either."""
+    """Bit for bit."""
     write = Metrics.write
 
     def write_and_stop(metrics, record):
@@ -115,19 +103,18 @@ def test_a_run_that_stops_and_goes_on_has_the_losses_of_one_that_does_not(
         if "loss" in record and record["step"] == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    evaluation = EvaluationConfig(every=3, batches=1)
-    config = config_of(talks, tmp_path / "run", evaluation=evaluation)
+    config = config_of(talks, tmp_path / "run", model=IN_FP32)
+    train(replace(config, out=str(tmp_path / "whole")))
     with monkeypatch.context() as patch:
         patch.setattr(Metrics, "write", write_and_stop)
         outcome = train(config)
     assert outcome.stopped
     assert 2 <= outcome.step < STEPS
     assert train(config).step == STEPS
-    wanted = losses_of(records)
+    wanted = losses_of(records_of(tmp_path / "whole"))
     assert losses_of(records_of(tmp_path / "run")) == wanted
     assert np.isfinite([value for one in wanted for value in one.values()]).all()
-    assert [one["step"] for one in wanted] == [1, 2, 3, 3, 4, 5, 6, 6]
-    assert wanted[-1]["held_out_loss"] < wanted[3]["held_out_loss"]
+    assert [one["step"] for one in wanted] == [1, 2, 3, 4, 5, 6]
 
 
 def test_the_seed_decides_the_order_of_the_conversations(talks):
@@ -143,7 +130,10 @@ def test_the_seed_decides_the_order_of_the_conversations(talks):
     assert one.images.shape == (8, 2, 8, 8, 3)
 
 
-def test_telemetry_names_the_tensors_of_all_parts(records):
+def test_telemetry_names_the_tensors_of_all_parts(talks, tmp_path):
+    run = config_of(talks, tmp_path / "run", telemetry=TelemetryConfig(every=2))
+    train(replace(run, total_steps=2))
+    records = records_of(tmp_path / "run")
     (found,) = [record for record in records if any(key.startswith("fp8/") for key in record)]
     for name in (
         "tower/layers/0/attention/query/weight/error",
@@ -156,7 +146,7 @@ def test_telemetry_names_the_tensors_of_all_parts(records):
         assert np.isfinite(found[f"fp8/{name}"])
 
 
-def test_the_work_of_a_step_includes_the_pictures_of_each_row(records, talks):
+def test_the_work_of_a_step_includes_the_pictures_of_each_row(talks):
     """A product of [m, k] and [k, n] is 2mkn, and the backward pass has two more of the size."""
     run = config_of(talks)
     of_text, of_tower = run.model.decoder.work_per_token(48), TOWER.work_per_image()
@@ -164,10 +154,6 @@ def test_the_work_of_a_step_includes_the_pictures_of_each_row(records, talks):
     fp8 = of_text.fp8 + 2 / 48 * (of_tower.fp8 + projector)
     wide = of_text.wide + 2 / 48 * of_tower.wide
     assert family_of(run.model).work(run) == pytest.approx((fp8, wide))
-    for record in records:
-        if "loss" in record:
-            ideal = record["tokens_per_second"] * (fp8 / PEAKS[1] + wide / PEAKS[0])
-            assert record["mfu"] == pytest.approx(ideal / jax.device_count())
     run = replace(run, model=replace(MODEL, precision="bf16", tower_precision="coat"))
     fp8, wide = of_tower.fp8, sum(of_text) * 48 / 2 + projector + of_tower.wide
     assert family_of(run.model).work(run) == pytest.approx((2 / 48 * fp8, 2 / 48 * wide))
@@ -201,6 +187,7 @@ def llava(tmp_path_factory):
     return folder
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("frozen", [(), ("tower.*",)], ids=["all", "frozen tower"])
 def test_unused_tensors_and_a_frozen_tower_are_exported_bit_for_bit(frozen, llava, talks, tmp_path):
     """They have no moments. Everything else is trained, but for the image token's embedding."""
