@@ -68,9 +68,9 @@ def main() -> None:
     console.rule("Results")
     compared = [compare(kind, drawings, *answers.values()) for kind in KINDS]
     console.print(table(compared))
-    draw_answers(options.out / "vision_demo.png", drawings[:SHOWN], answers)
     figures = {"drawings": len(drawings), "compared": [one._asdict() for one in compared]}
     records.write(options.out / "vision_demo.json", figures)
+    draw_answers(options.out / "vision_demo.png", drawings[:SHOWN], answers)
     console.print(f"Drawings, and what both say of them: {options.out / 'vision_demo.png'}")
 
 
