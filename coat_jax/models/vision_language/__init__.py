@@ -1,8 +1,8 @@
 """Models that see: a vision tower, a projector, and a decoder that reads images among its text.
 
-    Config, TowerConfig, ImageFormat    the config of a model; PRESETS, config_of by name
-    VisionLanguage, Batch               the NNX module, and what its loss takes
-    hf                                  SmolVLM and LLaVA, from and to Hugging Face folders
+Config, TowerConfig, ImageFormat    the config of a model; PRESETS, config_of by name
+VisionLanguage, Batch               the NNX module, and what its loss takes
+hf                                  SmolVLM and LLaVA, from and to Hugging Face folders
 """
 
 from coat_jax.models.vision_language.config import PRESETS, Config, TowerConfig, config_of
