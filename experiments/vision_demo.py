@@ -92,7 +92,8 @@ def ask(folder: Path, drawings: list[Drawing]) -> Answers:
                 stops=of_folder.stops,
                 images=[[drawing.pixels] for drawing in some],
             )
-            found[kind] += [bytes(min(t, 255) for t in one).decode(errors="replace") for one in new]
+            readers = [of_folder.tokenizer.reader([]) for _ in new]
+            found[kind] += [r.read(one) + r.end() for r, one in zip(readers, new, strict=True)]
     return found
 
 

@@ -16,9 +16,8 @@ from coat_jax.models import vision_language as vl
 from coat_jax.tokenizers import Bytes
 from coat_jax.training.cluster.mesh import make_mesh, place
 from coat_jax.training.config import EvaluationConfig, MeshConfig, OptimizerConfig, TrainConfig
-from coat_jax.training.data import PicturesConfig, chat
-from coat_jax.training.data.chat import Message
-from coat_jax.training.data.rows import documents_of, pad
+from coat_jax.training.data import PicturesConfig
+from coat_jax.training.data.picture_rows import row_of_questions
 from coat_jax.training.setup import prepare
 from coat_jax.training.step import held_out_step
 from experiments import row_files
@@ -103,17 +102,9 @@ def batch_of(config: TrainConfig, split: Split, numbers: Sequence[int]) -> vl.Ba
 
 def row_of(config: TrainConfig, scene: Scene) -> vl.Batch:
     """A scene as a row."""
-    block, messages = [config.model.image_token] * config.model.features, []
-    for number, (question, answer) in enumerate(scene.questions.values()):
-        texts = (question,) if number else ("", question)
-        messages.append(Message("user", texts, False, number == 0, "scene"))
-        messages.append(Message("assistant", (answer,), True, False, "scene"))
-    found = chat.tokenize(messages, [], Bytes(), TEMPLATE, block)
-    tokens = found.tokens.astype(np.int32)
-    labels = np.where(found.learned[1:], tokens[1:], np.int32(-100))
-    text = documents_of(tokens[:-1], labels, np.zeros(len(labels), bool))
-    text = pad(text, config.sequence_length)
-    return vl.Batch(text.tokens, text.labels, draw(scene)[None], text.positions, text.segments)
+    picture = [config.model.image_token] * config.model.features
+    how = Bytes(), TEMPLATE, picture, config.sequence_length
+    return row_of_questions(draw(scene), scene.questions.values(), *how)
 
 
 def right_answers(config: TrainConfig, model: Any, scenes: Sequence[Scene]) -> dict[str, str]:

@@ -106,8 +106,7 @@ def from_json(data: Json) -> Config:
             each = fields["width"] // fields["heads"]
             value = {"kv_heads": fields["heads"], "head_dim": each, "tied": False}.get(ours, 1e-6)
         fields[ours] = read_field(Config, ours, theirs, value)
-    dtypes = [data[name] for name in ("dtype", "torch_dtype") if data.get(name) is not None]
-    dtype = jnp.dtype(require("config.json: dtype", [*dtypes, "float32"][0], Dtypes))
+    dtype = dtype_in(data)
     return Config(
         **{**fields, **fixed},
         activation=ACTIVATION_NAMES[data.get("hidden_act") or "silu"],
@@ -117,6 +116,13 @@ def from_json(data: Json) -> Config:
         param_dtype=dtype,
         dtype=dtype,
     )
+
+
+def dtype_in(*places: Json) -> jnp.dtype:
+    """The dtype of the stored weights, as the first of these says that has one; else FP32."""
+    named = (data.get(name) for data in places for name in ("dtype", "torch_dtype"))
+    first = next((name for name in named if name is not None), "float32")
+    return jnp.dtype(require("config.json: dtype", first, Dtypes))
 
 
 def architecture_in(data: Json, known: Collection[str]) -> str:

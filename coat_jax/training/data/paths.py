@@ -8,6 +8,7 @@ import glob
 from collections.abc import Sequence
 from pathlib import Path
 
+from coat_jax.errors import UserError
 from coat_jax.files import MissingFile, expand_user, require_regular
 from coat_jax.printable import amount
 
@@ -34,6 +35,14 @@ def listing(paths: Sequence[str | Path]) -> str:
     """Returns the first of these files, and how many others there are."""
     others = f" and {amount(len(paths) - 1, 'other file')}" if len(paths) > 1 else ""
     return f"{paths[0]}{others}"
+
+
+def require_apart(files: Sequence[Path], others: Sequence[Path]) -> None:
+    """Raises if a file is trained on and held out; the error has its name among `files`."""
+    known = {identity(path): path for path in files}
+    if both := known.keys() & set(map(identity, others)):
+        path = min(known[own] for own in both)
+        raise UserError(f"{path} is named in data.train and in data.held_out: use it in one.")
 
 
 def identity(path: Path) -> tuple[int, int]:

@@ -5,6 +5,7 @@ blank. Pictures are decoded when their row is read, by the loader's threads.
 """
 
 import hashlib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from coat_jax.models.batches import IGNORED
 from coat_jax.models.vision_language import Batch, Config
 from coat_jax.models.vision_language.images import load
 from coat_jax.printable import amount
+from coat_jax.tokenizers import AnyTokenizer
 from coat_jax.training.data import chat
 from coat_jax.training.data.chat import Message
 from coat_jax.training.data.drawings import COUNTS, DRAWINGS, SIDE, draw
 from coat_jax.training.data.packing import Packed
-from coat_jax.training.data.paths import files_of, identity
+from coat_jax.training.data.paths import files_of, require_apart
 from coat_jax.training.data.pictures import (
     Conversations,
     Picture,
@@ -31,7 +33,7 @@ from coat_jax.training.data.pictures import (
     tokenizer_of,
 )
 from coat_jax.training.data.rows import Rows, TextRows, documents_of, pad
-from coat_jax.training.data.sources import Split
+from coat_jax.training.data.sources import Split, documents_of_split
 
 HEAD = 1 << 12  # bytes of a picture that the digest reads
 
@@ -52,15 +54,12 @@ def rows_of(
         return DrawnRows(config, model, sequence=sequence, split=split)
     files = files_of(config.train)
     held_out = files_of(config.held_out) if config.held_out else []
-    if both := {*map(identity, files)} & {*map(identity, held_out)}:
-        path = next(path for path in held_out if identity(path) in both)
-        raise UserError(f"{path} is named in data.train and in data.held_out: use it in one.")
+    require_apart(held_out, files)
     chosen = held_out if split == "held_out" and held_out else files
     found = read(chosen, config, model, sequence)
     if not held_out:
         count = len(found.documents.ends)
-        boundary = count - max(round(config.held_out_part * count), 1)
-        found = found.part(range(boundary) if split == "train" else range(boundary, count))
+        found = found.part(documents_of_split(split, count, config.held_out_part))
     if not found.documents.learned.any():
         raise UserError(
             f"The {split} data has no answer in its {amount(len(found.cut), 'conversation')}. Is "
@@ -159,14 +158,35 @@ class DrawnRows(TextRows):
 
     def __getitem__(self, row: int) -> Batch:
         drawing = draw(self._split, row)
-        messages = []
-        for number, (question, answer) in enumerate(drawing.questions.values()):
-            asked = (question,) if number else ("", question)
-            messages.append(Message("user", asked, False, number == 0, DRAWINGS))
-            messages.append(Message("assistant", (answer,), True, False, DRAWINGS))
-        found = chat.tokenize(messages, [], self._tokenizer, self._template, self._block)
-        tokens = found.tokens.astype(np.int32)[: self.sequence + 1]
-        labels = np.where(found.learned[1 : len(tokens)], tokens[1:], np.int32(IGNORED))
-        text = documents_of(tokens[:-1], labels, np.zeros(len(labels), bool))
-        text = pad(text, self.sequence)
-        return _with_images(text, drawing.pixels[None])
+        how = self._tokenizer, self._template, self._block, self.sequence
+        return row_of_questions(drawing.pixels, drawing.questions.values(), *how)
+
+
+def row_of_questions(
+    pixels: UInt8[np.ndarray, "H W 3"],
+    questions: Iterable[tuple[str, str]],
+    tokenizer: AnyTokenizer,
+    template: str,
+    picture: Sequence[int],
+    sequence: int,
+) -> Batch:
+    """Returns a row with a conversation about one picture.
+
+    Args:
+        pixels: of the picture.
+        questions: in turn, each with its answer, which is learned.
+        tokenizer: makes the tokens.
+        template: how a message is written.
+        picture: its tokens; see `picture_tokens`.
+        sequence: tokens of the row, at which a longer conversation ends.
+    """
+    messages = []
+    for number, (question, answer) in enumerate(questions):
+        asked = (question,) if number else ("", question)
+        messages.append(Message("user", asked, False, number == 0, DRAWINGS))
+        messages.append(Message("assistant", (answer,), True, False, DRAWINGS))
+    found = chat.tokenize(messages, [], tokenizer, template, picture)
+    tokens = found.tokens.astype(np.int32)[: sequence + 1]
+    labels = np.where(found.learned[1 : len(tokens)], tokens[1:], np.int32(IGNORED))
+    text = documents_of(tokens[:-1], labels, np.zeros(len(labels), bool))
+    return _with_images(pad(text, sequence), pixels[None])

@@ -16,7 +16,7 @@ from coat_jax.printable import amount
 from coat_jax.tokenizers import AnyTokenizer, Bytes, digest_of, document_tokenizer
 from coat_jax.training.data import chat, corpus
 from coat_jax.training.data.packing import Packed
-from coat_jax.training.data.paths import files_of, identity
+from coat_jax.training.data.paths import files_of, require_apart
 from coat_jax.training.data.rows import Stream, TextRows, Windows
 from coat_jax.training.data.token_files import open_files, read_notes
 from coat_jax.training.data.tokenizing import in_memory
@@ -82,10 +82,7 @@ def rows_of(
     files = {name: _files(config, name) for name in SPLITS if getattr(config, name)}
     notes = {name: read_notes(of) for name, of in files.items() if are_tokens(of)}
     if config.held_out:
-        train = {identity(path): path for path in files["train"]}
-        if both := train.keys() & set(map(identity, files["held_out"])):
-            path = min(train[own] for own in both)
-            raise UserError(f"{path} is named in data.train and in data.held_out: use it in one.")
+        require_apart(files["train"], files["held_out"])
     _require_one_tokenizer(config, files, notes)
     source = split if getattr(config, split) else "train"  # of which the end is held out
     rows: TextRows
@@ -190,6 +187,12 @@ def _document_at(stream: Stream, place: int, end_of_text: int) -> int:
     return int([*begins[begins > place][:1], *begins[-1:], place][0])
 
 
+def documents_of_split(split: Split, count: int, held_out_part: float) -> range:
+    """Returns which of so many documents a split has, if their end is held out."""
+    boundary = count - max(round(held_out_part * count), 1)
+    return range(boundary) if split == "train" else range(boundary, count)
+
+
 def _conversations(
     config: DataConfig, split: Split, files: list[Path], sequence: int, vocab: int, seed: int
 ) -> Packed:
@@ -197,6 +200,5 @@ def _conversations(
     documents = chat.read(files, tokenizer, config.template)
     if not config.held_out:
         count = len(documents.ends)
-        boundary = count - max(round(config.held_out_part * count), 1)
-        documents = documents.part(range(boundary) if split == "train" else range(boundary, count))
+        documents = documents.part(documents_of_split(split, count, config.held_out_part))
     return Packed(documents, sequence=sequence, seed=seed, end_of_text=tokenizer.end_of_text)

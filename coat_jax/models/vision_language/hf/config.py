@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from coat_jax.errors import UserError
 from coat_jax.models.hf import config as decoders
-from coat_jax.models.hf.config import ACTIVATION_NAMES, Dtypes, Json, architecture_in
+from coat_jax.models.hf.config import ACTIVATION_NAMES, Json, architecture_in
 from coat_jax.models.vision_language.config import Config, TowerConfig
 from coat_jax.models.vision_language.images import CLIP as CLIP_IMAGES
 from coat_jax.models.vision_language.images import ImageFormat
@@ -112,9 +112,7 @@ def from_json(data: Json, preprocessor: Json | None = None) -> Config:
             "shuffle": require("config.json: scale_factor", data.get("scale_factor", 2), int)
         }
     token = data.get("image_token_id", data.get("image_token_index"))
-    dtypes = [data[name] for name in ("dtype", "torch_dtype") if data.get(name) is not None]
-    dtypes += [text[name] for name in ("dtype", "torch_dtype") if text.get(name) is not None]
-    dtype = jnp.dtype(require("config.json: dtype", [*dtypes, "float32"][0], Dtypes))
+    dtype = decoders.dtype_in(data, text)
     return Config(
         tower=TowerConfig(**fields),
         decoder=_decoder(text, data, family),
