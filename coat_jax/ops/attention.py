@@ -174,21 +174,45 @@ def require_heads(name: str, q: Array, k: Array, v: Array) -> None:
         )
 
 
-def _attention_of(settings: AttentionSettings, segments: Array | None) -> Callable[..., Array]:
-    """Attention as a function of q, k and v."""
+def _attention_of(
+    settings: AttentionSettings, segments: Array | None, queries: int, keys: int
+) -> Callable[..., Array]:
+    """Attention between so many tokens, as a function of q, k and v that `_padded` has padded."""
     mask: Bool[Array, "B 1 S S"] | None = None
+    lengths = {}
     if segments is not None:
         mask = (segments[:, :, None] == segments[:, None, :])[:, None]
-    attend = partial(
-        dot_product_attention,
-        scale=settings.scale,
-        is_causal=settings.causal,
-        local_window_size=None if settings.window is None else (settings.window - 1, 0),
-        implementation=settings.backend,
-    )
     if settings.backend == "cudnn":
-        return partial(_attend_padded, attend, mask, settings.causal)
-    return partial(attend, mask=mask)
+        if mask is not None and queries % 2:
+            # The added token sees itself: the softmax of a row without any key would be NaN.
+            mask = jnp.pad(mask, [(0, 0), (0, 0), (0, 1), (0, 1)]).at[..., -1, -1].set(True)
+        elif keys % 2 and not (settings.causal and queries <= keys):
+            # A mask would be read as a bias [B, N, S, T], which has a gradient of its own.
+            lengths = {"query_seq_lengths": queries, "key_value_seq_lengths": keys}
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        return dot_product_attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            scale=settings.scale,
+            is_causal=settings.causal,
+            local_window_size=None if settings.window is None else (settings.window - 1, 0),
+            implementation=settings.backend,
+            **{name: jnp.full(len(q), length, jnp.int32) for name, length in lengths.items()},
+        )
+
+    return attend
+
+
+def _padded(settings: AttentionSettings, x: Float[Array, "B S N H"]) -> Array:
+    """Adds a token to an odd length for cuDNN, which has no gradients there.
+
+    The causal mask, that of segments or the lengths hide it from all tokens but itself.
+    """
+    odd = settings.backend == "cudnn" and x.shape[1] % 2
+    return jnp.pad(x, [(0, 0), (0, 1), (0, 0), (0, 0)]) if odd else x
 
 
 def dot_product_attention(
@@ -202,36 +226,6 @@ def dot_product_attention(
         return jax.nn.dot_product_attention(q, k, v, **settings)
     wide = (x.astype(jnp.float32) for x in (q, k, v))
     return jax.nn.dot_product_attention(*wide, **settings).astype(q.dtype)
-
-
-def _attend_padded(
-    attend: Callable[..., Array],
-    mask: Bool[Array, "B 1 S T"] | None,
-    causal: bool,
-    q: Float[Array, "B S N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-) -> Float[Array, "B S N H"]:
-    """Pads cuDNN's attention to even lengths, since it has no gradients for odd ones.
-
-    The causal mask, `mask` or the lengths hide the added key from all queries but the added one.
-    """
-    (batch, s), t = q.shape[:2], k.shape[1]
-    queries, keys = s % 2, t % 2  # how many are added
-    if not queries and not keys:
-        return attend(q, k, v, mask=mask)
-    lengths = {}
-    if mask is None and keys and not (causal and s <= t):
-        # A mask would be read as a bias [B, N, S, T], which has a gradient of its own.
-        of_row = partial(jnp.full, (batch,), dtype=jnp.int32)
-        lengths = {"query_seq_lengths": of_row(s), "key_value_seq_lengths": of_row(t)}
-    if mask is not None:
-        mask = jnp.pad(mask, [(0, 0), (0, 0), (0, queries), (0, keys)])
-        if queries:  # The softmax of a row without any key would be NaN.
-            mask = mask.at[:, :, s, min(s, t + keys - 1)].set(True)
-    q = jnp.pad(q, [(0, 0), (0, queries), (0, 0), (0, 0)])
-    k, v = (jnp.pad(x, [(0, 0), (0, keys), (0, 0), (0, 0)]) for x in (k, v))
-    return attend(q, k, v, mask=mask, **lengths)[:, :s]
 
 
 def _pullback_indices(
@@ -263,8 +257,9 @@ def _forward(
     # pass recomputes the softmax from these and from the log-sum-exp. With the log-sum-exp of
     # unrounded scores, the rows of that softmax would not add up to 1.
     inputs = tuple(save_array(x, fmt, block) for x in qkv)
-    values = [restore(x, dtype, block) for x in inputs]
-    attend = _attention_of(settings, segments)
+    values = [_padded(settings, restore(x, dtype, block)) for x in inputs]
+    queries, keys = (x.shape[1] for x in qkv[:2])
+    attend = _attention_of(settings, segments, queries, keys)
     log_sum_exp = None
     if settings.backend == "cudnn":
         o, pull = jax.vjp(attend, *values)
@@ -272,6 +267,7 @@ def _forward(
         log_sum_exp = None if at is None else jax.tree.leaves(pull)[at]
     else:
         o = attend(*values)
+    o = o[:, :queries]
     output = save_array(o, fmt, block, stochastic=precision.saves_stochastically)
     in_blocks = partial(recording.blocks, BLOCKS, (*qkv, o), (*inputs, output), block, fmt)
     saved = inputs, output, log_sum_exp
@@ -304,23 +300,31 @@ def _backward(
     block = mode.precision.attention_block
     values = [restore(x, dy.dtype, block) for x in inputs]
     o = restore(output, dy.dtype, block)
-    attend = _attention_of(settings, segments)
+    lengths = [x.shape[1] for x in values]
+    values = [_padded(settings, x) for x in values]
+    attend = _attention_of(settings, segments, *lengths[:2])
     _, pull = jax.vjp(attend, *values)
     if log_sum_exp is not None:
         # The saved o and log-sum-exp replace those in the pullback. Nothing else then needs the
         # forward pass that this function traced, so XLA removes it.
         leaves, structure = jax.tree.flatten(pull)
-        for index, array in zip(_pullback_indices(attend, values), (o, log_sum_exp), strict=True):
+        kept = _padded(settings, o), log_sum_exp
+        for index, array in zip(_pullback_indices(attend, values), kept, strict=True):
             if index is not None:
                 leaves[index] = array
         pull = jax.tree.unflatten(structure, leaves)
+
+    def gradients(do: Array) -> tuple[Array, ...]:
+        padded = pull(_padded(settings, do))
+        return tuple(d[:, :length] for d, length in zip(padded, lengths, strict=True))
+
     if layers is None:
-        return (pull(dy), None, None), dict
+        return (gradients(dy), None, None), dict
     n = recompute_input(join_heads(o), scale, dy.dtype, mode)
     g = [gradient_operand(dy, mode)]
     do = input_gradient(layers, scales, g, o.dtype, mode).reshape(o.shape)
     d_layers = parameter_gradients(n, layers, g, lambda: (dy,))
-    return (pull(do), None, d_layers), lambda: recording.gradients((dy,), g, mode)
+    return (gradients(do), None, d_layers), lambda: recording.gradients((dy,), g, mode)
 
 
 def _specs(
