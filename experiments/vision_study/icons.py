@@ -78,8 +78,7 @@ def is_kept_back(name: str, color: str) -> bool:
 def scene_of(split: Split, number: int) -> Scene:
     """The scene of this number."""
     random = np.random.default_rng([SPLITS.index(split), number])
-    wanted = split == "combinations"
-    pairs = [(n, c) for n in NAMES for c in COLORS if is_kept_back(n, c) == wanted]
+    pairs = _pairs(split == "combinations")
     chosen: list[Icon] = []
     for index in random.permutation(len(pairs)).tolist():
         name, color = pairs[index]
@@ -89,6 +88,11 @@ def scene_of(split: Split, number: int) -> Scene:
         if len(chosen) == len(PLACES):
             break
     return Scene(tuple(chosen), _questions(chosen, random))
+
+
+@functools.cache
+def _pairs(kept_back: bool) -> list[tuple[str, str]]:
+    return [(n, c) for n in NAMES for c in COLORS if is_kept_back(n, c) == kept_back]
 
 
 def _questions(icons: list[Icon], random: np.random.Generator) -> dict[str, tuple[str, str]]:
@@ -112,24 +116,21 @@ def _questions(icons: list[Icon], random: np.random.Generator) -> dict[str, tupl
 
 
 def draw(scene: Scene) -> UInt8[np.ndarray, "192 192 3"]:
-    """The picture of a scene, on white."""
-    picture = np.full((SIDE, SIDE, 3), 255, np.float32)
-    for place, icon in enumerate(scene.icons):
-        top, left = (CELL * at for at in divmod(place, 3))
-        there = picture[top : top + CELL, left : left + CELL]
-        there += _ink(icon.name + icon.style)[..., None] * (np.float32(COLORS[icon.color]) - there)
-    return picture.astype(np.uint8)
+    """The picture of a scene."""
+    rows = (scene.icons[first : first + 3] for first in (0, 3, 6))
+    return np.vstack([np.hstack([_drawn(icon) for icon in row]) for row in rows])
 
 
 @functools.cache
-def _ink(name: str) -> Float[np.ndarray, "64 64"]:
-    """How much of an icon is where."""
+def _drawn(icon: Icon) -> UInt8[np.ndarray, "64 64 3"]:
+    """An icon, on white."""
     from PIL import Image, ImageDraw
 
-    drawn = Image.new("L", (CELL, CELL))
-    at = (CELL / 2, CELL / 2)
-    ImageDraw.Draw(drawn).text(at, _characters()[name], fill=255, font=_font(), anchor="mm")
-    return np.asarray(drawn, np.float32) / 255
+    cell, at = Image.new("L", (CELL, CELL)), (CELL / 2, CELL / 2)
+    character = _characters()[icon.name + icon.style]
+    ImageDraw.Draw(cell).text(at, character, fill=255, font=_font(), anchor="mm")
+    ink = np.asarray(cell, np.float32)[..., None] / 255
+    return (255 + ink * (np.float32(COLORS[icon.color]) - 255)).astype(np.uint8)
 
 
 @functools.cache
