@@ -72,7 +72,7 @@ def compare(train: Callable[[bool], Run], *, fp8_products: bool) -> None:
     require_8_bit_moments(ours)
     require_same_loss(theirs, ours)
     if fp8_products:
-        require_fp8_products(ours)
+        require_fp8(ours, "f8e4m3fn", "f8e5m2")
     print(f"{jax.device_count()} device(s)      loss   optimizer state")
     for name, run in (("without coat_jax", theirs), ("with coat_jax", ours)):
         print(f"{name:16} {run.losses[-1]:7.4f} {bytes_of(run.state) / 1e6:10.2f} MB")
@@ -97,7 +97,7 @@ def compare_saved(train: Callable[[bool, Iterable[np.ndarray]], Run]) -> None:
     theirs, ours = (train(fp8, batches(length=4 * LENGTH)) for fp8 in (False, True))
     require_same_loss(theirs, ours)
     assert ours.losses[0] == theirs.losses[0], f"{ours.losses[0]} is not {theirs.losses[0]}."
-    assert "f8e4m3fn" in ours.program, "The training step has no FP8 array."
+    require_fp8(ours, "f8e4m3fn")
     assert ours.temporary < 0.8 * theirs.temporary, f"{ours.temporary} of {theirs.temporary} bytes."
     print(f"{jax.device_count()} device(s)      loss   memory of a step")
     for name, run in (("without coat_jax", theirs), ("with coat_jax", ours)):
@@ -117,10 +117,10 @@ def require_8_bit_moments(run: Run) -> None:
     assert not constant, f"Parameters of shapes {constant} had no gradient."
 
 
-def require_fp8_products(run: Run) -> None:
-    """Raises unless the training step has arrays in both FP8 formats."""
+def require_fp8(run: Run, *dtypes: str) -> None:
+    """Raises unless the training step has arrays of these dtypes."""
     program = run.program.lower().replace("_", "")
-    missing = [name for name in ("f8e4m3fn", "f8e5m2") if name not in program]
+    missing = [name for name in dtypes if name not in program]
     assert not missing, f"The training step has no array of dtype {missing}."
 
 

@@ -22,6 +22,7 @@ import maxtext
 import optax
 from maxtext.layers import quantizations
 from maxtext.trainers.pre_train import train as pre_train
+from maxtext.utils import max_utils
 
 import coat_jax as coat
 from examples.qwix_provider import FP8Provider
@@ -68,12 +69,18 @@ def run(folder: Path, settings: dict[str, Any]) -> check.Run:
     }
     arguments = [f"{name}={value}" for name, value in {**settings, **written}.items()]
     base = Path(maxtext.__file__).parent / "configs" / "base.yml"
-    config, recorder = pre_train.initialize(["train", str(base), *arguments])
-    state = pre_train.train_loop(config, recorder)
+    memory: list[Any] = []
+    remember = mock.patch.object(
+        max_utils, "print_compiled_memory_stats", lambda found, prefix="": memory.append(found)
+    )
+    with remember:
+        config, recorder = pre_train.initialize(["train", str(base), *arguments])
+        state = pre_train.train_loop(config, recorder)
     lines = metrics.read_text().splitlines()
     losses = [loss for line in lines if (loss := json.loads(line).get("learning/loss"))]
     program = "".join(path.read_text() for path in (folder / "jaxpr").rglob("*"))
-    return check.Run(losses, state["model"], state["optimizer"], program)
+    temporary = memory[0].temp_size_in_bytes
+    return check.Run(losses, state["model"], state["optimizer"], program, temporary)
 
 
 def train(fp8: bool, folder: Path | None = None, **settings: Any) -> check.Run:

@@ -22,6 +22,7 @@ NEEDS = {
     "flax_saved": "flax",
     "qwix_provider": "qwix",
     "tunix_trainer": "tunix",
+    "maxtext_saved": "maxtext",
     "maxtext_train": "maxtext",
     "hugging_face": "transformers",
 }
