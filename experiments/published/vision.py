@@ -1,7 +1,23 @@
 """Models that see: docs/vision.md."""
 
-from experiments.published.results import of
+from experiments.published.results import FOLDER, GB, bold, of
 from experiments.vision_demo import KINDS
+from experiments.vision_study import show
+from experiments.vision_study.study import STUDY
+
+SIGNIFICANT = 0.05
+ARMS = {
+    "`COAT_BF16_FORWARD`": "coat_bf16_forward",
+    "`COAT_INT8`": "coat_int8",
+    "`COAT`": "coat",
+    "FP8 in the decoder alone": "decoder_alone",
+}
+TITLES = {
+    "train": "training",
+    "held_out": "held out",
+    "style": "another style",
+    "combinations": "new combinations",
+}
 
 
 def demo() -> list[list[str]]:
@@ -19,4 +35,41 @@ def saved() -> list[list[str]]:
     rows = [["", "saved, MB", "less than BF16, times"]]
     for name, count in saved.items():
         rows.append([name, f"{count / 1e6:.0f}", f"{saved['BF16'] / count:.2f}"])
+    return rows
+
+
+def speed(model: str) -> list[list[str]]:
+    """A step of a model, by what is in FP8."""
+    found = of(f"vision_speed_{model}")
+    rows = [["", "images/s", "tokens/s", "peak, GB", "saved, GB"]]
+    for case in found["cases"]:
+        images, saved = case["images_per_second"], case.get("saved")
+        cells = [f"{images:.0f}", f"{images * found['tokens']:,.0f}", f"{case['peak'] / GB:.1f}"]
+        rows.append([case["way"], *cells, f"{saved / GB:.1f}" if saved else ""])
+    return rows
+
+
+def costs() -> list[list[str]]:
+    """What FP8 costs in nats of an answer's token, by what is in FP8."""
+    runs = STUDY.read([FOLDER / "vision_study.json"])
+    found = {split: show.losses(runs, split) for split in TITLES}
+    rows = [["nats above BF16", *TITLES.values()]]
+    rows.append(["two BF16 runs apart", *(f"{found[split].noise.apart:.4f}" for split in TITLES)])
+    for name, arm in ARMS.items():
+        costs = (found[split].effects[arm] for split in TITLES)
+        rows.append([name, *(bold(show.written(c), c.holm < SIGNIFICANT) for c in costs)])
+    return rows
+
+
+def exact() -> list[list[str]]:
+    """How often answers are exact, and McNemar's p of no difference from BF16."""
+    runs = STUDY.read([FOLDER / "vision_study.json"])
+    rows = [["exact answers, %", *[*TITLES.values()][1:]]]
+    for name, arm in {"BF16": "bf16", "BF16, rounded otherwise": "bf16_ulp", **ARMS}.items():
+        cells = []
+        for split in [*TITLES][1:]:
+            found = show.exact(runs, arm, split)
+            p = "" if arm == "bf16" else f" (p = {found.p:.2g})"
+            cells.append(f"{100 * found.share:.1f}{p}")
+        rows.append([name, *cells])
     return rows

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
-from jaxtyping import Float, UInt8
+from jaxtyping import UInt8
 
 Split = Literal["train", "held_out", "style", "combinations"]
 SPLITS: tuple[Split, ...] = get_args(Split)

@@ -1,5 +1,6 @@
 """Tables of the study: losses above the baselines', and exact answers with McNemar's test."""
 
+import math
 from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from rich.table import Table
 
 from experiments.row_files import Row
 from experiments.study import statistics
-from experiments.study.statistics import Comparison
+from experiments.study.statistics import Comparison, Effect
 from experiments.vision_study.arms import BASELINES
 from experiments.vision_study.icons import KINDS, SPLITS
 
@@ -38,9 +39,16 @@ def losses(rows: list[Row], split: str) -> Comparison:
     """What each arm costs in nats per token of held-out answers, or of training for "train"."""
 
     def loss(row: Row) -> float:
-        return statistics.final(row) if split == "train" else float(np.mean(row["held_out"][split]))
+        nats = statistics.final(row) if split == "train" else np.mean(row["held_out"][split])
+        return math.exp(nats)  # `compare` takes logs
 
     return statistics.compare(rows, BASELINES, loss)
+
+
+def written(cost: Effect) -> str:
+    """A cost in nats, and half of its interval."""
+    half = "" if math.isnan(cost.half) else f" ± {cost.half:.4f}"
+    return f"{cost.mean:+.4f}{half}"
 
 
 def exact(rows: list[Row], arm: str, split: str, kinds: tuple[str, ...] = KINDS) -> Exact:
@@ -71,7 +79,8 @@ def show(rows: list[Row], folder: Path | None) -> None:
             shown.add_column(f"exact, {split} (p)")
         effects = {split: losses(group, split).effects for split in SPLITS}
         for arm in dict.fromkeys(row["arm"] for row in group):
-            cells = [str(effects[split].get(arm, "")) for split in SPLITS]
+            costs = (effects[split].get(arm) for split in SPLITS)
+            cells = [written(cost) if cost else "" for cost in costs]
             for split in SPLITS[1:]:
                 found = exact(group, arm, split)
                 cells.append(f"{100 * found.share:.1f} % ({found.p:.2g})")

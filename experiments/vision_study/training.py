@@ -2,9 +2,11 @@
 
 import dataclasses
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 import jax
@@ -33,6 +35,7 @@ TEMPLATE = "{role}: {content}{end}"
 TOGETHER = 256  # questions at a time
 MOST_TOKENS = 24  # of an answer
 REPORT_EVERY = 25  # steps
+DRAWING = 3  # processes; threads would take turns with the one that trains
 
 
 def measure(job: Job) -> list[Row]:
@@ -42,18 +45,15 @@ def measure(job: Job) -> list[Row]:
     config, seed, begin = config_of(arm, size, settings, row["seed"]), row["seed"], time.monotonic()
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     numbers = np.random.default_rng(seed).permutation(settings.steps * settings.batch)
-    with jax.set_mesh(mesh), ThreadPoolExecutor() as pool:
+    with jax.set_mesh(mesh), ProcessPoolExecutor(DRAWING, get_context("spawn")) as pool:
         run = prepare(config, mesh)
         state = run.new_state()
         if arm.perturbed:
             state = state._replace(params=perturbed(state.params, seed))
         program = run.lower().compile()
         reports = []
-        batches = pool.map(
-            lambda step: batch_of(config, "train", numbers[step :: settings.steps].tolist()),
-            range(settings.steps),
-        )
-        for step, batch in enumerate(batches):
+        parts = (numbers[step :: settings.steps].tolist() for step in range(settings.steps))
+        for step, batch in enumerate(ahead(pool, partial(batch_of, config, "train"), parts)):
             if job.asked:
                 raise Stopped
             state, report = program(state, place(batch, mesh, microbatches=1))
@@ -73,6 +73,16 @@ def measure(job: Job) -> list[Row]:
     measured = {"losses": losses, "held_out": held_out, "right": answers}
     seconds = {"train": round(trained, 1), "all": round(time.monotonic() - begin, 1)}
     return [row | measured | {"seconds": seconds, "parents": row_files.parents()}]
+
+
+def ahead(pool: Executor, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+    """`map`, a few items ahead of what is asked for."""
+    waiting: deque[Any] = deque()
+    for item in items:
+        waiting.append(pool.submit(function, item))
+        if len(waiting) > 2 * DRAWING:
+            yield waiting.popleft().result()
+    yield from (one.result() for one in waiting)
 
 
 def config_of(arm: Arm, size: Size, settings: Settings, seed: int) -> TrainConfig:
