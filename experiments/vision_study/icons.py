@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Float, UInt8
 
 Split = Literal["train", "held_out", "style", "combinations"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -124,13 +124,17 @@ def draw(scene: Scene) -> UInt8[np.ndarray, "192 192 3"]:
 @functools.cache
 def _drawn(icon: Icon) -> UInt8[np.ndarray, "64 64 3"]:
     """An icon, on white."""
+    ink = _ink(icon.name + icon.style)[..., None]
+    return (255 + ink * (np.float32(COLORS[icon.color]) - 255)).astype(np.uint8)
+
+
+def _ink(name: str) -> Float[np.ndarray, "64 64"]:
+    """How much of an icon is where."""
     from PIL import Image, ImageDraw
 
-    cell, at = Image.new("L", (CELL, CELL)), (CELL / 2, CELL / 2)
-    character = _characters()[icon.name + icon.style]
-    ImageDraw.Draw(cell).text(at, character, fill=255, font=_font(), anchor="mm")
-    ink = np.asarray(cell, np.float32)[..., None] / 255
-    return (255 + ink * (np.float32(COLORS[icon.color]) - 255)).astype(np.uint8)
+    drawn, middle = Image.new("L", (CELL, CELL)), (CELL / 2, CELL / 2)
+    ImageDraw.Draw(drawn).text(middle, _characters()[name], fill=255, font=_font(), anchor="mm")
+    return np.asarray(drawn, np.float32) / 255
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """The study of models that see, and the demo: their questions, one run, and how both compare."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -43,8 +44,16 @@ def test_answers_are_right_and_splits_differ_in_what_they_say(split):
     assert scene_of(split, 0) != scene_of(split, 1)
 
 
-def test_a_scene_is_drawn_in_its_colors(monkeypatch):
+@pytest.fixture
+def squares(monkeypatch):
+    """Icons that need no font."""
+    icons._drawn.cache_clear()
     monkeypatch.setattr(icons, "_ink", lambda name: np.ones((icons.CELL, icons.CELL), np.float32))
+    yield
+    icons._drawn.cache_clear()
+
+
+def test_a_scene_is_drawn_in_its_colors(squares):
     scene = scene_of("train", 3)
     picture = icons.draw(scene)
     for place, icon in enumerate(scene.icons):
@@ -53,8 +62,8 @@ def test_a_scene_is_drawn_in_its_colors(monkeypatch):
 
 
 @pytest.mark.costly
-def test_a_run_measures_losses_and_answers_of_every_kind(monkeypatch, call_of, tmp_path):
-    monkeypatch.setattr(icons, "_ink", lambda name: np.ones((icons.CELL, icons.CELL), np.float32))
+def test_a_run_measures_losses_and_answers_of_every_kind(squares, monkeypatch, call_of, tmp_path):
+    monkeypatch.setattr(training, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(1))
     monkeypatch.setattr(training, "HELD_OUT", ("held_out",))
     call = call_of(STUDY, "--size", "tiny", "--steps", "2", "--held-out", "4", "--batch", "2")
     rows = STUDY.rows_of(call, "coat", [1], "questions")
@@ -68,7 +77,6 @@ def test_a_run_measures_losses_and_answers_of_every_kind(monkeypatch, call_of, t
 
 
 def test_a_row_has_the_questions_in_turn_and_learns_their_answers(monkeypatch):
-    monkeypatch.setattr(icons, "_ink", lambda name: np.ones((icons.CELL, icons.CELL), np.float32))
     size = SIZES["tiny"]
     config = training.config_of(ARMS["coat"], size, size.settings, 0)
     scene = scene_of("train", 5)
