@@ -22,17 +22,22 @@ import json
 import time
 from typing import Any
 
+from coat_jax.precision import Precision
 from experiments.command import parser_of
 from experiments.workers import reason, run_worker
 
 TEXT = 64  # tokens of a row
 BATCHES = {"smolvlm_256m": 64, "so400m": 16}
-WAYS = {  # the precision of the whole, of the tower, and the optimizer
+SAVED = Precision(fp8_linear=False)
+WAYS: dict[
+    str, tuple[str, Precision | str | None, str]
+] = {  # the precision of the whole, of the tower, and the optimizer
     "BF16": ("bf16", None, "adamw"),
     "FP8 in the decoder alone": ("fp8_linear", "bf16", "fp8_adamw"),
     "COAT": ("coat", None, "fp8_adamw"),
     "COAT_INT8": ("coat_int8", None, "fp8_adamw"),
     "COAT_LEAN": ("coat_lean", None, "fp8_adamw"),
+    "COAT, the tower's products in BF16": ("coat", SAVED, "fp8_adamw"),
 }
 THEIRS = "transformers, BF16, compiled"
 

@@ -81,8 +81,7 @@ def attention(
         window: how many tokens it sees, itself included; None for all. Needs causal.
         segments: the number of each token's document; attention stays within a document.
         scale: of the scores, 1 / sqrt(H) by default.
-        precision: only `attention_block` and its format `forward` matter here; for the saved output
-            also `exact_forward` and `stochastic`.
+        precision: only `attention_block`, `forward`, `exact_forward` and `stochastic` matter here.
         backend: "cudnn" or "xla"; None chooses cuDNN on a GPU for 16-bit arrays.
     """
     settings = _settings(q, k, v, causal, window, segments, scale, backend)
@@ -253,11 +252,14 @@ def _forward(
 ) -> Any:
     dtype, precision = qkv[0].dtype, mode.precision
     block, fmt = precision.attention_block, precision.forward
-    # o is computed from the saved q, k and v, even with `Precision.exact_forward`: the backward
-    # pass recomputes the softmax from these and from the log-sum-exp. With the log-sum-exp of
-    # unrounded scores, the rows of that softmax would not add up to 1.
-    inputs = tuple(save_array(x, fmt, block) for x in qkv)
-    values = [_padded(settings, restore(x, dtype, block)) for x in inputs]
+    exact, stochastic = precision.exact_forward, precision.saves_stochastically
+    inputs = tuple(
+        # q and k are multiplied.
+        save_array(x, fmt, block, stochastic=stochastic, antithetic=i == 1)
+        for i, x in enumerate(qkv)
+    )
+    pairs = zip(qkv, inputs, strict=True)
+    values = [_padded(settings, restore(x if exact else of_x, dtype, block)) for x, of_x in pairs]
     queries, keys = (x.shape[1] for x in qkv[:2])
     attend = _attention_of(settings, segments, queries, keys)
     log_sum_exp = None
@@ -268,12 +270,12 @@ def _forward(
     else:
         o = attend(*values)
     o = o[:, :queries]
-    output = save_array(o, fmt, block, stochastic=precision.saves_stochastically)
+    output = save_array(o, fmt, block, stochastic=stochastic)
     in_blocks = partial(recording.blocks, BLOCKS, (*qkv, o), (*inputs, output), block, fmt)
     saved = inputs, output, log_sum_exp
     if layers is None:
         return o, (*saved, None, segments, None, ()), in_blocks
-    used = join_heads(restore(o if precision.exact_forward else output, dtype, block))
+    used = join_heads(restore(o if exact else output, dtype, block))
     n = quantize_input(used, dtype, mode)
     scale = fp8_scale(n, mode)
     (y,), scales, _ = project(n, layers, dtype, mode)

@@ -61,7 +61,7 @@ def test_full_precision_is_softmax_of_the_scores():
 def test_lean_attention_computes_with_q_k_and_v_rounded_to_blocks():
     """Heads of 24: a block of 16 and a short one, or only a short one."""
     mask, blocks = MASKS["window in segments"], (16, 128)
-    lean = [dataclasses.replace(coat.COAT, attention_block=block) for block in blocks]
+    lean = [dataclasses.replace(coat.COAT_PAPER, attention_block=block) for block in blocks]
 
     def f(*args):
         return [ops.attention(*args, **mask, precision=precision) for precision in lean]
@@ -70,6 +70,16 @@ def test_lean_attention_computes_with_q_k_and_v_rounded_to_blocks():
         return [plain_attention(*(through(x, E4M3, n) for x in args), **mask) for n in blocks]
 
     same_gradients(f, plain, *qkv())
+
+
+def test_with_an_exact_forward_pass_only_the_gradients_are_those_of_rounded_q_k_and_v():
+    mask, arrays = MASKS["window in segments"], qkv()
+    rounded = [through(x, E4M3, 16) for x in arrays]
+    attend = partial(ops.attention, **mask, precision=LEAN)
+    y, pull = jax.vjp(attend, *arrays)
+    np.testing.assert_array_equal(y, ops.attention(*arrays, **mask, precision="bf16"))
+    wanted = jax.vjp(partial(plain_attention, **mask), *rounded)[1](jnp.ones_like(y))
+    assert_close(pull(jnp.ones_like(y)), wanted)
 
 
 LEAN = dataclasses.replace(coat.COAT_LEAN, stochastic=False)
