@@ -43,10 +43,10 @@ class Settings:
     """The settings of a run; runs are compared under equal settings."""
 
     steps: int = setting("steps of a run, a whole cosine")
-    batch: int = setting("pictures of a step, each with five questions")
+    batch: int = setting("pictures of a step, each with six questions")
     sequence: int = setting("tokens of a picture and its questions")
     learning_rate: float = setting("the highest learning rate")
-    held_out: int = setting("scenes of each held-out kind, with five questions each")
+    held_out: int = setting("scenes of each held-out kind, with six questions each")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ SIZES: dict[str, Size] = {
             {"width": 64, "layers": 2, "heads": 2, "head_dim": 32, "ffn": 128},
             shuffle=2,
         ),
-        Settings(20, 8, 256, 1e-3, held_out=8),
+        Settings(20, 8, 448, 1e-3, held_out=8),
     ),
     "40M": Size(
         _model(
@@ -84,6 +84,6 @@ SIZES: dict[str, Size] = {
             {"width": 384, "layers": 8, "heads": 6, "head_dim": 64, "ffn": 1024},
             shuffle=2,
         ),
-        Settings(1500, 64, 256, 5e-4, held_out=512),
+        Settings(3000, 64, 448, 1e-3, held_out=256),
     ),
 }

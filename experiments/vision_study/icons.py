@@ -1,5 +1,6 @@
 """Grids of nine coloured icons, with questions.
 
+    what is there?                         red anchor, blue bell, .. all nine
     what is in the middle left?            red anchor
     what color is the bell?                green
     where is the bell?                     top right
@@ -51,7 +52,7 @@ PLACES = [
     for row in ("top", "middle", "bottom")
     for column in ("left", "center", "right")
 ]
-KINDS = ("name", "color", "place", "count", "yes")
+KINDS = ("read", "name", "color", "place", "count", "yes")
 KEPT_BACK = 8  # one pair in so many
 
 
@@ -105,7 +106,9 @@ def _questions(icons: list[Icon], random: np.random.Generator) -> dict[str, tupl
         if true
         else next(c for c in random.permutation([*COLORS]).tolist() if c != asked.color)
     )
+    read = ", ".join(f"{icon.color} {icon.name}" for icon in icons)
     found = {
+        "read": ("what is there?", read),
         "name": (f"what is in the {PLACES[place]}?", f"{icons[place].color} {icons[place].name}"),
         "color": (f"what color is the {asked.name}?", asked.color),
         "place": (f"where is the {icons[third].name}?", PLACES[third]),

@@ -33,7 +33,7 @@ from experiments.vision_study.icons import SPLITS, Scene, Split, draw, scene_of
 HELD_OUT: tuple[Split, ...] = SPLITS[1:]
 TEMPLATE = "{role}: {content}{end}"
 TOGETHER = 256  # questions at a time
-MOST_TOKENS = 24  # of an answer
+MOST_TOKENS = {"read": 160}  # of an answer; 24 of another kind
 REPORT_EVERY = 25  # steps
 DRAWING = 3  # processes; threads would take turns with the one that trains
 
@@ -130,7 +130,7 @@ def right_answers(config: TrainConfig, model: Any, scenes: Sequence[Scene]) -> d
             answers = generation.generate(
                 model,
                 prompts,
-                max_tokens=MOST_TOKENS,
+                max_tokens=MOST_TOKENS.get(kind, 24),
                 sampling=generation.Sampling(temperature=0),
                 stops=[0],
                 images=[[draw(scene)] for scene in some],
