@@ -50,8 +50,7 @@ class Precision:
         attention_block: the same for the query, key, value and output that attention saves.
         exact_forward: whether the forward pass computes with the original values, and only the
             backward pass with the saved FP8 ones. False computes with the saved values in both
-            passes. Attention computes with the saved queries, keys and values either way; its
-            output is exact only if this is True.
+            passes.
         stochastic: whether values that are saved for the backward pass alone are rounded
             stochastically, up or down at random and right on average, instead of to nearest.
             Values that the forward pass computes with, too, are always rounded to nearest.

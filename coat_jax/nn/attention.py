@@ -167,9 +167,7 @@ class Attention(nnx.Module):
             lax.dynamic_update_slice_in_dim(old, one.astype(old.dtype), slot, axis=1)
             for old, one in zip(past, new, strict=True)
         )
-        o = ops.attention_to_past(q, keys, values, visible)
-        if not self.precision.exact_forward:
-            o = self._round(o)
+        o = self._round(ops.attention_to_past(q, keys, values, visible))
         y = self._project_out(join_heads(o))
         return x + y if self.residual else y, new
 
@@ -205,8 +203,10 @@ class Attention(nnx.Module):
         return [unshard(array, axis) for array in arrays]
 
     def _round(self, y: Float[Array, "B S N H"]) -> Float[Array, "B S N H"]:
-        """The values that attention computes with: those that it would save."""
+        """The values that the forward pass of attention computes with."""
         block = self.precision.attention_block
+        if self.precision.exact_forward:
+            return y
         return restore(save_array(y, self.precision.forward, block), y.dtype, block)
 
     def _heads(self, x: Float[Array, "B S D"], positions: Int[Array, "*B S"] | None) -> Any:

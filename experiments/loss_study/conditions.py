@@ -12,6 +12,7 @@ from experiments.study.description import described
 # Raise it when a change of the code changes what a run computes: runs are made again, and those of
 # earlier versions become arms of their own, as "coat@5".
 VERSION = 6
+EXACT_ATTENTION = 7  # of arms that save attention's operands in FP8: before, it computed with them
 # The versions of runs that do not name theirs, by their code; those of all other code are of 6.
 VERSIONS = {
     "11b8d044c883": 1,
@@ -24,6 +25,13 @@ VERSIONS = {
 }
 # Fields that arms had once, with the values of those that did without.
 GONE = {"shaken": 0, "accurate": []}
+
+
+def version_of(arm: Arm) -> int:
+    """The version of an arm's runs."""
+    precision = arm.precision
+    saves = precision.attention_block is not None and precision.exact_forward
+    return EXACT_ATTENTION if saves else VERSION
 
 
 def of_today(row: Row) -> Row:

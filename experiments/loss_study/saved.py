@@ -2,13 +2,12 @@
 
     norms      the inputs of norms
     hidden     gate and up, the inputs of an activation
-    heads      q, k and v: attention computes with the rounded values, in the forward pass, too
+    heads      q, k and v
     outputs    the outputs of attention
 
 Any format of `Minifloat` is simulated. Each block has a scale: a power of two, as in coat_jax; or a
 number of E4M3 times a power of two of the whole array, as in NVFP4. Scales are rounded up, so that
-no code saturates; a stochastically rounded value is then right on average. Heads are rounded to
-nearest, everything else stochastically.
+no code saturates; a stochastically rounded value is then right on average.
 """
 
 import contextlib
@@ -83,13 +82,21 @@ def _save_inputs(
 
 
 def _save_array(
-    saved: Saved, x: jax.Array, dtype: Any, size: None, *, stochastic: bool | None = None
+    saved: Saved,
+    x: jax.Array,
+    dtype: Any,
+    size: None,
+    *,
+    stochastic: bool,
+    antithetic: bool | None = None,
 ) -> jax.Array:
-    """In place of `definition.save_array`, which only the output asks to round stochastically."""
-    del dtype
+    """In place of `definition.save_array`, which is not told `antithetic` for the output."""
+    del dtype, stochastic
     assert size is None
-    name: Name = "heads" if stochastic is None else "outputs"
-    return rounded(x, saved, stochastic=name == "outputs") if name in saved.arrays else x
+    name: Name = "outputs" if antithetic is None else "heads"
+    if name not in saved.arrays:
+        return x
+    return rounded(x, saved, stochastic=True, antithetic=bool(antithetic))
 
 
 def rounded(x: jax.Array, saved: Saved, *, stochastic: bool, antithetic: bool = False) -> jax.Array:

@@ -10,7 +10,7 @@ from typing import Any
 from coat_jax import models
 from experiments.loss_study import text as texts
 from experiments.loss_study.arms import ARMS, SIZES
-from experiments.loss_study.conditions import VERSION, of_today
+from experiments.loss_study.conditions import of_today, version_of
 from experiments.loss_study.show import show
 from experiments.row_files import Row, digest
 from experiments.study.description import described
@@ -40,7 +40,7 @@ def row_of(call: Call, name: str, seed: int, text: str, **more: Any) -> Row:
         "text": text,
         "definition": described(ARMS[name]) | more,
         "model": model_of(SIZES[call.size].model),
-        "version": VERSION,
+        "version": version_of(ARMS[name]),
     }
     return named(row)
 

@@ -81,7 +81,10 @@ PARTS = [
         "attention's operands saved in FP8, too", "muon", "muon_coat_bf16_forward",
         "muon_coat_lean_bf16_forward",
     ),
-    ("... in `COAT`", "124m_longer", "muon_coat", "muon_coat_lean"),
+    (
+        "... and rounded in the forward pass", "muon", "muon_coat_bf16_forward",
+        "muon_coat_lean_bf16_forward@6",
+    ),
     ("activations rounded to nearest, not stochastically", "adamw", "saved", "saved_nearest"),
     (
         "forward products in BF16 in the first quarter, in `COAT`", "muon", "muon_coat",

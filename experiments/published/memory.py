@@ -20,8 +20,9 @@ def lean_time() -> str:
 
 
 def lean_loss() -> str:
-    """How much higher the loss of 124 million parameters ends than in COAT, in percent."""
-    found = effects("124m_longer", above="muon_coat").effects["muon_coat_lean"]
+    """How much higher the loss of 40 million parameters ends for it, in percent."""
+    above = effects("muon", above="muon_coat_bf16_forward").effects
+    found = above["muon_coat_lean_bf16_forward"]
     return f"{100 * found.mean:.2f}"
 
 

@@ -15,7 +15,16 @@ from coat_jax.errors import UserError
 from experiments.loss_study import arms, training
 from experiments.loss_study import text as texts
 from experiments.loss_study.arm import precisions_of
-from experiments.loss_study.conditions import GONE, VERSIONS, baselines_of, conditions_of, of_today
+from experiments.loss_study.arms import ARMS
+from experiments.loss_study.conditions import (
+    GONE,
+    VERSION,
+    VERSIONS,
+    baselines_of,
+    conditions_of,
+    of_today,
+    version_of,
+)
 from experiments.loss_study.rows import placed_rows, row_order
 from experiments.loss_study.show import show
 from experiments.loss_study.study import STUDY, prepare, rows_of
@@ -45,6 +54,11 @@ def test_a_row_of_earlier_code_has_the_version_and_the_definition_of_today(measu
     assert of_today(older) == row | {"version": 1, "code": older["code"]}
     shaken = row | {"definition": row["definition"] | {"shaken": 1}}
     assert of_today(shaken)["definition"]["shaken"] == 1
+
+
+def test_runs_that_save_what_attention_takes_have_a_version_of_their_own():
+    versions = {name: version_of(ARMS[name]) for name in ("coat", "coat_lean", "muon_coat_lean")}
+    assert versions == {"coat": VERSION, "coat_lean": VERSION + 1, "muon_coat_lean": VERSION + 1}
 
 
 def test_an_arm_of_an_earlier_version_has_a_name_of_its_own(measured):

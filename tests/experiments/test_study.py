@@ -121,16 +121,13 @@ def test_committed_rows_are_of_their_study_and_not_measured_again(study):
     rows = study.read([command.RESULTS / f"{study.name}.json"])
     assert len(rows) > 300
     known = {key_of(row) for row in rows}
-    row = next(r for r in rows if r["arm"] == "coat" and r["version"] == max_version(rows))
+    coat = [row for row in rows if row["arm"] == "coat"]
+    row = next(row for row in coat if row["version"] == max(r["version"] for r in coat))
     options = SimpleNamespace(learning_rates=[row.get("learning_rate")])
     settings = type(study.sizes[row["size"]].settings)(**row["settings"])
     call = SimpleNamespace(size=row["size"], settings=settings, options=options)
     (again,) = study.rows_of(call, "coat", row.get("seeds") or [row["seed"]], row["text"])
     assert again["key"] in known
-
-
-def max_version(rows):
-    return max(row["version"] for row in rows)
 
 
 # --- Calls -----------------------------------------------------------------------------------

@@ -27,7 +27,11 @@ MASKS = {
 @pytest.mark.parametrize("preset", ["BF16", "COAT", "COAT_LEAN"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_gradients_are_those_of_xla(mask, preset):
-    """BF16 rounds within 2^-8, a few times in a row; o in blocks within 2^-4, less on average."""
+    """BF16 rounds within 2^-8, a few times in a row; o in blocks within 2^-4, less on average.
+
+    The backward pass of COAT_LEAN has probabilities of rounded scores. XLA divides them by their
+    sum, and cuDNN by that of the exact ones.
+    """
     keys = jax.random.split(jax.random.key(0), 5)
     s = 255 if "odd" in mask else 256
     shapes = ((2, s, 4, 64), (2, s, 2, 64), (2, s, 2, 64), (256, 128), (2, s, 128))
@@ -45,6 +49,6 @@ def test_gradients_are_those_of_xla(mask, preset):
         jax.jit(jax.grad(loss, argnums=(1, 2, 3, 4)), static_argnums=0)(backend, *arrays)
         for backend in ("cudnn", "xla")
     )
-    bound = 0.05 if preset == "COAT_LEAN" else 0.02
+    bound = 0.06 if preset == "COAT_LEAN" else 0.02
     for a, b in zip(map(np.float32, got), map(np.float32, want), strict=True):
         assert np.linalg.norm(a - b) < bound * np.linalg.norm(b)
