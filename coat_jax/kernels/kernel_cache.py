@@ -102,6 +102,7 @@ def _through_jax_triton(
     aliases: Sequence[tuple[int, int]],
     programs: int,
     warps: int,
+    stages: int,
     capability: int,
     constants: Sequence[tuple[str, Any]],
 ) -> Any:
@@ -117,7 +118,7 @@ def _through_jax_triton(
         kernel=kernel,
         grid=(programs,),
         num_warps=warps,
-        num_stages=1,
+        num_stages=stages,
         compute_capability=capability,
         **by_version,
         **dict(constants),

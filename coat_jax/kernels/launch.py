@@ -23,6 +23,15 @@ class Tile(NamedTuple):
     warps: int  # of the program
 
 
+class Schedule(NamedTuple):
+    """How the programs of a kernel with a loop over products are divided and run."""
+
+    rows: int  # of a program's block
+    columns: int  # of what one step of the loop reads
+    warps: int
+    stages: int  # of the loop that are under way at a time
+
+
 class Tiles(NamedTuple):
     """An array in tiles, as constants of kernels."""
 
@@ -39,6 +48,7 @@ def launch(
     outputs: Sequence[jax.ShapeDtypeStruct],
     programs: int,
     warps: int,
+    stages: int = 1,
     aliases: Mapping[int, int] | None = None,
     **constants: Any,
 ) -> list[jax.Array]:
@@ -50,6 +60,7 @@ def launch(
         outputs: the shapes and dtypes of the results.
         programs: the size of the one-dimensional grid.
         warps: warps per program.
+        stages: how many steps of a loop are under way at a time.
         aliases: input index -> output index, for arrays that are updated in place.
         constants: the kernel's `tl.constexpr` parameters.
     """
@@ -67,6 +78,7 @@ def launch(
         aliases=tuple(aliases.items()),
         programs=programs,
         warps=warps,
+        stages=stages,
         capability=dispatch.target_capability(),
         constants=tuple(constants.items()),
     )

@@ -24,8 +24,9 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -61,6 +62,7 @@ def launch_sharded(
     inputs: Sequence[tuple[Array | None, str]],
     outputs: Sequence[tuple[str, DTypeLike]],
     grid: Callable[..., dict[str, Any]],
+    sizes: Mapping[str, int] = MappingProxyType({}),
     **constants: Any,
 ) -> tuple[Array, ...]:
     """Launches a kernel, on each device for its own shards.
@@ -68,19 +70,20 @@ def launch_sharded(
     Args:
         kernel: a `@triton.jit` function.
         inputs: arrays and their named axes; None for an array that the kernel does not read.
-        outputs: the named axes and the dtype of each result. An axis that no input has is 1.
+        outputs: the named axes and the dtype of each result.
         grid: of the shards, the arguments of `launch` that depend on their shapes.
+        sizes: of axes that no input has; 1 without.
         constants: the kernel's other `tl.constexpr` parameters.
     """
     arrays = [array for array, _ in inputs if array is not None]
     operands = [axes for array, axes in inputs if array is not None]
 
     def run(_: Placement, *shards: Array) -> Sequence[Array]:
-        sizes = _NamedAxes([s.shape for s in shards], operands, []).sizes
+        found = {**sizes, **_NamedAxes([s.shape for s in shards], operands, []).sizes}
 
         def size(axis: str) -> int:
             name, block = _parse(axis)
-            return -(-sizes.get(name, 1) // block)
+            return -(-found.get(name, 1) // block)
 
         rest = iter(shards)
         # A pointer that is not read is that of the first input.

@@ -5,6 +5,7 @@
     norm_qkv                         from the residual stream to queries, keys and values
     attention, attention_linear      attention, alone or with its output projection
     attention_to_past                attention of one new token, for generation
+    tile_attention, Tiles            attention between tiles of a video's tokens, sparse and in FP8
     norm, activate                   a norm or an activation by itself
     embedding, rotate, cross_entropy lookup, rotary embeddings, the loss
     freeze, adapted_linear           a weight in FP8 that does not train, with an adapter that does
@@ -33,6 +34,8 @@ from coat_jax.ops.qkv import norm_qkv
 from coat_jax.ops.quantized import Quantized, quantize_weight, quantized_linear
 from coat_jax.ops.recompute import recompute
 from coat_jax.ops.rotary import Llama3Scaling, Rotary, rotate
+from coat_jax.ops.tile_attention import tile_attention
+from coat_jax.ops.tiles import TileLists, Tiles
 
 __all__ = [
     "ACTIVATIONS",
@@ -43,6 +46,8 @@ __all__ = [
     "Norm",
     "Quantized",
     "Rotary",
+    "TileLists",
+    "Tiles",
     "activate",
     "adapted_linear",
     "attention",
@@ -62,4 +67,5 @@ __all__ = [
     "quantized_linear",
     "recompute",
     "rotate",
+    "tile_attention",
 ]

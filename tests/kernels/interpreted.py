@@ -61,6 +61,15 @@ def to_numpy(tensor, dtype):
     return tensor.view(integers).numpy().view(jnp.dtype(dtype))
 
 
+def whole_numbers(tensor, scope):
+    """Makes tensors bounds of loops: Triton's way ended with NumPy 2.5."""
+    PATCH(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
 if INTERPRETING:
+    from triton.runtime import interpreter
+
+    PATCH, interpreter._patch_lang_tensor = interpreter._patch_lang_tensor, whole_numbers
     lowering = mlir.lower_fun(interpret, multiple_results=True)
     mlir.register_lowering(triton_kernel, lowering, platform="cpu")
