@@ -100,6 +100,7 @@ def _fits(value: Any, annotation: Any) -> bool:
         fits = any(_fits(value, kind) for kind in arguments)
     elif origin is tuple:
         fits = isinstance(value, tuple) and all(_fits(item, arguments[0]) for item in value)
+        fits = fits and (arguments[-1] is ... or len(value) == len(arguments))
     elif annotation in (int, float):
         number = isinstance(value, int if annotation is int else int | float)
         fits = number and not isinstance(value, bool) and -math.inf < value < math.inf
@@ -134,7 +135,8 @@ def describe(annotation: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(map(describe, arguments))
     if origin is tuple:
-        return f"a tuple of {describe(arguments[0])}"
+        count = "" if arguments[-1] is ... else f"{len(arguments)}, each "
+        return f"a tuple of {count}{describe(arguments[0])}"
     name = "dict" if origin is Mapping else str(getattr(annotation, "__name__", annotation))
     return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
@@ -174,4 +176,6 @@ def _from_json(value: Any, annotation: Any, where: str) -> Any:
     for kind in (annotation, *get_args(annotation)):
         if isinstance(value, Mapping) and isinstance(kind, type) and dataclasses.is_dataclass(kind):
             return from_json(kind, value, where)
-    return tuple(value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(_from_json(item, Any, where) for item in value)
+    return value

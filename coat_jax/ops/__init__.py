@@ -7,6 +7,7 @@
     attention_to_past                attention of one new token, for generation
     tile_attention, Tiles            attention between tiles of a video's tokens, sparse and in FP8
     norm, activate                   a norm or an activation by itself
+    modulated_norm, gate             what a vector for each sample does to a norm and to a result
     embedding, rotate, cross_entropy lookup, rotary embeddings, the loss
     freeze, adapted_linear           a weight in FP8 that does not train, with an adapter that does
     quantize_weight, quantized_linear  a layer for inference, its weight in INT8 or FP8
@@ -29,6 +30,7 @@ from coat_jax.ops.embedding import embedding
 from coat_jax.ops.frozen import Frozen, adapted_linear, freeze
 from coat_jax.ops.linear import linear, norm_linear
 from coat_jax.ops.mlp import gated_mlp, mlp
+from coat_jax.ops.modulation import gate, modulated_norm
 from coat_jax.ops.norm import norm
 from coat_jax.ops.qkv import norm_qkv
 from coat_jax.ops.quantized import Quantized, quantize_weight, quantized_linear
@@ -57,9 +59,11 @@ __all__ = [
     "cross_entropy_sum",
     "embedding",
     "freeze",
+    "gate",
     "gated_mlp",
     "linear",
     "mlp",
+    "modulated_norm",
     "norm",
     "norm_linear",
     "norm_qkv",

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from coat_jax import models, validation
 from coat_jax.errors import UserError
-from coat_jax.models import Batch, ModelConfig, vision_language
+from coat_jax.models import Batch, ModelConfig, video, vision_language
 from coat_jax.models.protocol import Work
-from coat_jax.training.data import DataConfig, Rows, picture_rows, rows_of
+from coat_jax.training.data import DataConfig, Rows, picture_rows, rows_of, videos
 from coat_jax.training.data.pictures import PicturesConfig
 from coat_jax.training.data.sources import Split
 from coat_jax.validation import brief
@@ -33,6 +33,7 @@ class Family(NamedTuple):
             config.
         hf: like `coat.models.hf`; None if the family has no Hugging Face format.
         work: the arithmetic for a token, from the run's config.
+        is_text: whether the loss is a cross-entropy, which has a perplexity.
     """
 
     module: Callable[..., Any]
@@ -42,6 +43,7 @@ class Family(NamedTuple):
     example: Callable[[Any], Any]
     hf: Any = None
     work: Callable[[Any], Work | None] = lambda run: run.model.work_per_token(run.sequence_length)
+    is_text: bool = True
 
 
 def _tokens(run: Any) -> Any:
@@ -51,6 +53,13 @@ def _tokens(run: Any) -> Any:
 def _pictures(run: Any) -> Any:
     size = run.model.tower.images.size
     return jax.ShapeDtypeStruct((run.data.pictures_per_row, size, size, 3), jnp.uint8)
+
+
+def _video(run: Any) -> video.Batch:
+    shapes = (*run.model.latents, run.model.channels), (run.data.text_tokens, run.model.text_width)
+    latents, text = map(jax.ShapeDtypeStruct, shapes, (jnp.float32, jnp.bfloat16))
+    scalars = (jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.uint32, jnp.bool_))
+    return video.Batch(latents, text, *scalars)
 
 
 def _work_with_pictures(run: Any) -> Work:
@@ -83,6 +92,17 @@ FAMILIES = {
         ),
         hf=vision_language.hf,
         work=_work_with_pictures,
+    ),
+    "video": Family(
+        video.VideoTransformer,
+        video.Config,
+        videos.VideosConfig,
+        rows=lambda model, data, split, sequence, seed: videos.rows_of(
+            data, model, split=split, sequence=sequence
+        ),
+        example=_video,
+        hf=video.hf,
+        is_text=False,
     ),
 }
 

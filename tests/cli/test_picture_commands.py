@@ -442,6 +442,6 @@ def test_models_that_see_are_not_quantized(option, run, theirs, tmp_path, capsys
     for folder in (run, theirs):
         assert coat("convert", folder, tmp_path / "out", *option) == 2
         said = capsys.readouterr().err
-        assert "holds a model that sees, and only decoders can be quantized or balanced" in said
+        assert "holds a vision_language model, and only decoders can be quantized" in said
         assert said.count("\n") == 1
         assert not (tmp_path / "out").exists()

@@ -127,7 +127,7 @@ def dtype_in(*places: Json) -> jnp.dtype:
 
 def architecture_in(data: Json, known: Collection[str]) -> str:
     """The architecture that a config.json names; raises unless it is a known one."""
-    names = data.get("architectures") or ["none"]
+    names = data.get("architectures") or data.get("_class_name") or ["none"]
     name = names[0] if isinstance(names, list) else names
     if not isinstance(name, str) or name not in known:
         raise UserError(

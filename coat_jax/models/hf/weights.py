@@ -19,7 +19,14 @@ from coat_jax.files import expand_user
 from coat_jax.models import lazy_arrays
 from coat_jax.models.config import Config
 from coat_jax.models.hf.config import Json, from_json, to_json
-from coat_jax.models.hf.files import CONFIG, FLOATS, NewTensors, read_config_json, read_tensors
+from coat_jax.models.hf.files import (
+    CONFIG,
+    FLOATS,
+    STEM,
+    NewTensors,
+    read_config_json,
+    read_tensors,
+)
 from coat_jax.models.hf.names import EMBEDDING, HEAD, is_transposed, tensors_of
 from coat_jax.models.lazy_arrays import (
     LazyArray,
@@ -46,6 +53,7 @@ class Layout(NamedTuple):
         is_transposed: whether a tensor has the axes of its parameter in reverse.
         tied: the names of the head and of the embedding.
         renamed: the name by which `tensors_of` knows a tensor that has another one in some folders.
+        stem: of the names of files.
     """
 
     module: Callable[..., Any]
@@ -54,6 +62,7 @@ class Layout(NamedTuple):
     is_transposed: Callable[[str], bool]
     tied: tuple[str, str]
     renamed: Callable[[str], str] = str
+    stem: str = STEM
 
     def shapes_in_files(self, config: Any) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor of a model."""
@@ -133,7 +142,7 @@ def tensors_in(
     layout: Layout = DECODER,
 ) -> dict[str, LazyArray]:
     """The tensors in a folder, see `read_tensors`, without a head that is tied to the embedding."""
-    stored = read_tensors(expand_user(folder), kinds)
+    stored = read_tensors(expand_user(folder), kinds, layout.stem)
     found = {layout.renamed(name): tensor for name, tensor in stored.items()}
     head, embedding = map(found.get, layout.tied)
     if config.tied and head and embedding:
@@ -178,7 +187,7 @@ def write(
     require_parameters(config, parameters, module=layout.module)
     parameters = lazy_arrays.arrange(parameters, scan=True)
     specs = {name: (shape, kind) for name, shape in layout.shapes_in_files(config).items()}
-    new = NewTensors(folder, specs, file_bytes)
+    new = NewTensors(folder, specs, file_bytes, layout.stem)
     for path, one in parameters.items():
         names = layout.tensors_of(path, config)
         for index in lazy_arrays.pieces(one):

@@ -72,9 +72,6 @@ class ImageFormat:
 
     def __post_init__(self) -> None:
         require_fields(self, "images.")
-        for name, value in (("mean", self.mean), ("std", self.std)):
-            if len(value) != 3:
-                raise UserError(f"images.{name}={brief(value)} must have 3 numbers, one a color.")
         if (self.longest_edge is None) == (self.resize == "longest"):
             raise UserError(
                 f"images.longest_edge={self.longest_edge} with images.resize={self.resize!r}: "

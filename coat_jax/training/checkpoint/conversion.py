@@ -26,7 +26,7 @@ from coat_jax.quantization import Recipe
 from coat_jax.quantization.balancing import balance_parameters, require_balanceable
 from coat_jax.quantization.calibration import observe
 from coat_jax.training.checkpoint import tokenizer_files, weights
-from coat_jax.training.families import hf_of
+from coat_jax.training.families import family_of, hf_of, name_of
 from coat_jax.writing import atomic_folder
 
 ROWS, LONGEST = 8, 512  # of a batch of calibration tokens
@@ -74,11 +74,15 @@ def convert(
     config, config_json = weights.model_config(source), weights.read_config_json(source)
     if (recipe is not None or balance_on) and not isinstance(config, models.Config):
         raise UserError(
-            f"{source} holds a model that sees, and only decoders can be quantized or balanced: "
-            "leave --to and --balance out."
+            f"{source} holds a {name_of(config)} model, and only decoders can be quantized or "
+            "balanced: leave --to and --balance out."
         )
     format = hf_of(config)
-    files, special = tokenizer_files.read(source, config_json, tokenizer, config.vocab, note)
+    files: dict[str, bytes] = {}
+    special: dict[str, Any] = {}
+    if family_of(config).is_text:
+        vocab = config.vocab
+        files, special = tokenizer_files.read(source, config_json, tokenizer, vocab, note)
     # A recipe rounds the parameters as they are stored; in FP32 that is with their corrections.
     if dtype is not None and (recipe is None or jnp.dtype(dtype) == jnp.float32):
         config = dataclasses.replace(config, param_dtype=jnp.dtype(dtype))

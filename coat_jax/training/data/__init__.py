@@ -12,3 +12,4 @@ from coat_jax.training.data.pictures import PicturesConfig as PicturesConfig
 from coat_jax.training.data.rows import Rows as Rows
 from coat_jax.training.data.sources import DataConfig as DataConfig
 from coat_jax.training.data.sources import rows_of as rows_of
+from coat_jax.training.data.videos import VideosConfig as VideosConfig

@@ -64,8 +64,10 @@ class Progress:
         """Takes the metrics of a step; one with a held-out loss gets a line of its own."""
         step, loss = int(record["step"]), record.get("loss", math.nan)
         if "held_out_loss" in record:
-            losses = "held-out loss {held_out_loss:.4f}  perplexity {perplexity:.4g}"
-            self.note(f"step {step:,}  {losses.format(**record)}")
+            losses = f"held-out loss {record['held_out_loss']:.4f}"
+            if "perplexity" in record:
+                losses += f"  perplexity {record['perplexity']:.4g}"
+            self.note(f"step {step:,}  {losses}")
             return
         if math.isfinite(loss):
             before = self._loss if math.isfinite(self._loss) else loss

@@ -110,9 +110,10 @@ class Recorder:
 
     def take_held_out(self, step: int, loss: float, statistics: Mapping[str, float]) -> None:
         """Records the loss on held-out data, and the statistics that came with it."""
-        perplexity = math.inf if loss >= 700 else math.exp(loss)
-        held_out = {f"held_out_{name}": value for name, value in statistics.items()}
-        record = {"held_out_loss": loss, "perplexity": perplexity, **held_out}
+        record = {"held_out_loss": loss}
+        if family_of(self._config.model).is_text:
+            record["perplexity"] = math.inf if loss >= 700 else math.exp(loss)
+        record |= {f"held_out_{name}": value for name, value in statistics.items()}
         self._progress.update(self._write(step, record))
 
     def take_telemetry(self, step: int, numbers: dict[str, float], warning: str | None) -> None:

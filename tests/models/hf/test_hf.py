@@ -1,6 +1,7 @@
 """Hugging Face folders come back bit for bit, and what a Config cannot say is refused by name."""
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -18,7 +19,7 @@ from coat_jax import models, ops
 from coat_jax.errors import UserError
 from coat_jax.models import hf
 from coat_jax.models.hf.config import ARCHITECTURES, from_json, to_json
-from coat_jax.models.hf.files import read_tensors
+from coat_jax.models.hf.files import NewTensors, read_tensors
 from coat_jax.ops import Llama3Scaling, Rotary
 
 PLAIN = {"qk_norm": None, "norm_eps": 1e-5, "precision": "bf16"}
@@ -84,18 +85,30 @@ def test_weights_are_stored_as_asked_and_cast_as_asked(tmp_path):
     assert_same_model(hf.load(tmp_path, LLAMA), nnx.merge(nnx.graphdef(model), rounded))
 
 
+@pytest.mark.parametrize("shape", [(), (5,), (4, 6), (3, 4, 6), (2, 3, 4, 5)])
+def test_tensors_are_written_in_parts_cut_anywhere(shape, tmp_path):
+    wanted = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    new = NewTensors(tmp_path / "new", {"a": (shape, wanted.dtype)}, file_bytes=1 << 20)
+    halves = [(slice(0, n // 2), slice(n // 2, n)) for n in shape]
+    for index in itertools.product(*halves):
+        new.write("a", index, wanted[index])
+    new.finish({})
+    found = read_tensors(tmp_path / "new")["a"]
+    np.testing.assert_array_equal(found.whole(), wanted)
+
+
 def test_on_a_mesh_each_device_reads_its_own_part(tmp_path, monkeypatch):
     model = filled(LLAMA)
     hf.save(tmp_path, model)
     shares = {}
 
-    def recorded(folder, kinds):
+    def recorded(folder, *how):
         def read(name, one, index):
             part = one.read(index)
             shares.setdefault(name, set()).add(part.size / math.prod(one.shape))
             return part
 
-        tensors = read_tensors(folder, kinds).items()
+        tensors = read_tensors(folder, *how).items()
         return {name: one._replace(read=partial(read, name, one)) for name, one in tensors}
 
     monkeypatch.setattr("coat_jax.models.hf.weights.read_tensors", recorded)

@@ -433,8 +433,8 @@ def test_files_of_transformers_are_read(data, images):
         (LLAVA, {"size": {}}, r"size=None must be a whole number from 1 to 4,096"),
         (LLAVA, {"resample": 0}, "resample=0 must be 'bicubic' or 'lanczos' or 'bilinear'"),
         (LLAVA, {"resample": [3]}, r"resample=\[3\] must be"),
-        (LLAVA, {"image_mean": 0.5}, "mean=0.5 must be a tuple of a number"),
-        (LLAVA, {"image_std": [1, 0, 1]}, "std=.* must be a tuple of a number above 0"),
+        (LLAVA, {"image_mean": 0.5}, "mean=0.5 must be a tuple of 3, each a number"),
+        (LLAVA, {"image_std": [1, 0, 1]}, "std=.* must be a tuple of 3, each a number above 0"),
         (SIGLIP, {"size": {"height": 384, "width": 256}}, "size=.*only be .*'width': 384"),
         (SIGLIP, {"size": 384}, "size=384.*only be {'height': 384"),
         (SIGLIP, {"do_center_crop": True}, "do_center_crop=True.*only be False"),
@@ -457,8 +457,8 @@ def test_settings_that_would_give_other_pixels_are_refused(data, changes, messag
         ({"resize": "pad"}, "images.resize='pad' must be 'squash' or 'crop' or 'longest'"),
         ({"resize": "longest"}, "images.longest_edge=None with images.resize='longest'"),
         ({"longest_edge": 9}, "images.longest_edge=9 with images.resize='squash'"),
-        ({"mean": (0.5, 0.5)}, r"images.mean=\(0.5, 0.5\) must have 3 numbers"),
-        ({"std": (1, 1, 0)}, "images.std=.* must be a tuple of a number above 0"),
+        ({"mean": (0.5, 0.5)}, r"images.mean=\(0.5, 0.5\) must be a tuple of 3, each a number"),
+        ({"std": (1, 1, 0)}, "images.std=.* must be a tuple of 3, each a number above 0"),
     ],
 )
 def test_a_format_that_makes_no_sense_is_refused(settings, message):
