@@ -76,7 +76,7 @@ def test_a_run_measures_losses_and_answers_of_every_kind(squares, monkeypatch, c
     )
 
 
-def test_a_row_has_the_questions_in_turn_and_learns_their_answers(monkeypatch):
+def test_a_row_has_the_questions_in_turn_and_learns_their_answers(squares):
     size = SIZES["tiny"]
     config = training.config_of(ARMS["coat"], size, size.settings, 0)
     scene = scene_of("train", 5)
