@@ -25,6 +25,7 @@ from coat_jax.models.batches import require_known
 from coat_jax.precision import precision_of
 from coat_jax.tokenizers import AnyTokenizer, Bytes, Tokenizer
 from coat_jax.training.checkpoint import weights
+from coat_jax.training.families import family_of, name_of
 from coat_jax.validation import CountOrZero, require
 
 BYTES = "bytes"
@@ -94,6 +95,12 @@ class ModelFolder:
         self.where, self._step = expand_user(options.where), options.step
         self.config_json = config_json = weights.read_config_json(self.where)
         config = weights.model_config(self.where)
+        if not family_of(config).is_text:
+            raise UserError(
+                f"{self.where} holds a model of the family {name_of(config)!r}, which neither "
+                "reads nor writes text. Load it in Python: coat_jax.models.video.sample makes "
+                "videos with it."
+            )
         self.trained_length: int = config_json.get("sequence_length", config.context)
         if options.precision and weights.is_quantized(config_json):
             raise UserError(

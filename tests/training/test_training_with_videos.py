@@ -1,5 +1,6 @@
 """Video transformers are trained by the loop that trains all others."""
 
+import argparse
 import json
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import train_cases
 from safetensors.numpy import save_file
 from small_model import assert_same_model
 
+from coat_jax.cli.model_folder import ModelFolder
 from coat_jax.errors import UserError
 from coat_jax.models.video import Config, TiledAttention, hf
 from coat_jax.training.checkpoint import conversion, weights
@@ -69,6 +71,9 @@ def test_a_run_that_is_resumed_repeats_the_one_that_was_not_and_becomes_a_folder
     assert names["config"]() == config_of(data, whole, optimizer=steady)
     conversion.convert(str(parts), str(tmp_path / "folder"))
     run = weights.load(parts)
+    options = argparse.Namespace(where=parts, step=None, precision=None, tokenizer=None)
+    with pytest.raises(UserError, match="of the family 'video', which neither reads nor writes"):
+        ModelFolder(options)
     assert_same_model(hf.load(tmp_path / "folder", run.config), run)
 
 
