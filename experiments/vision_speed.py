@@ -30,9 +30,8 @@ TEXT = 64  # tokens of a row
 LIMIT = 200.0  # seconds for transformers
 BATCHES = {"smolvlm_256m": 64, "so400m": 16}
 SAVED = Precision(fp8_linear=False)
-WAYS: dict[
-    str, tuple[str, Precision | str | None, str]
-] = {  # the precision of the whole, of the tower, and the optimizer
+# The precision of the whole, of the tower, and the optimizer.
+WAYS: dict[str, tuple[str, Precision | str | None, str]] = {
     "BF16": ("bf16", None, "adamw"),
     "FP8 in the decoder alone": ("fp8_linear", "bf16", "fp8_adamw"),
     "COAT": ("coat", None, "fp8_adamw"),

@@ -26,7 +26,6 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -62,7 +61,7 @@ def launch_sharded(
     inputs: Sequence[tuple[Array | None, str]],
     outputs: Sequence[tuple[str, DTypeLike]],
     grid: Callable[..., dict[str, Any]],
-    sizes: Mapping[str, int] = MappingProxyType({}),
+    sizes: Mapping[str, int] | None = None,
     **constants: Any,
 ) -> tuple[Array, ...]:
     """Launches a kernel, on each device for its own shards.
@@ -79,7 +78,7 @@ def launch_sharded(
     operands = [axes for array, axes in inputs if array is not None]
 
     def run(_: Placement, *shards: Array) -> Sequence[Array]:
-        found = {**sizes, **_NamedAxes([s.shape for s in shards], operands, []).sizes}
+        found = {**(sizes or {}), **_NamedAxes([s.shape for s in shards], operands, []).sizes}
 
         def size(axis: str) -> int:
             name, block = _parse(axis)

@@ -6,7 +6,7 @@ it. It has what `coat_jax.models.hf` has.
 """
 
 import itertools
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from coat_jax.models.hf import weights
 from coat_jax.models.hf.config import Json, architecture_in, read_field, require_values
 from coat_jax.models.hf.files import read_config_json, read_tensors
 from coat_jax.models.hf.weights import FILE_BYTES, Layout
-from coat_jax.models.lazy_arrays import LazyArray, Name, Parameters
+from coat_jax.models.lazy_arrays import Name
 from coat_jax.models.protocol import require_capability
 from coat_jax.models.video.config import PRESETS, Config
 from coat_jax.models.video.model import VideoTransformer
@@ -124,6 +124,8 @@ def to_json(config: Config, dtype: Any) -> dict[str, Any]:
 
 
 LAYOUT = Layout(VideoTransformer, to_json, tensors_of, is_transposed, ("", ""), stem=STEM)
+read = partial(weights.read, layout=LAYOUT)
+write = partial(weights.write, layout=LAYOUT)
 
 
 def load(
@@ -144,25 +146,5 @@ def save(
 ) -> None:
     """Writes a folder for diffusers and `load`; for the arguments see `coat.models.hf.save`."""
     require_capability("hf.save(folder, model)", model, "patch", "layer_times")
-    how: dict[str, Any] = {"dtype": dtype, "extra": extra, "file_bytes": file_bytes}
-    write(folder, model.config, lazy_arrays.parameters_of(model), **how)
-
-
-def read(folder: str | Path, config: Config) -> dict[Name, LazyArray]:
-    """The parameters in a folder, to be read in parts, those of all layers stacked."""
-    return weights.read(folder, config, LAYOUT)
-
-
-def write(
-    folder: str | Path,
-    config: Config,
-    parameters: Parameters,
-    *,
-    dtype: DTypeLike | None = None,
-    extra: Json | None = None,
-    file_bytes: int = FILE_BYTES,
-    progress: Callable[[int], object] = lambda size: None,
-) -> None:
-    """Writes config.json and parameters, one piece at a time."""
-    how: dict[str, Any] = {"dtype": dtype, "extra": extra, "file_bytes": file_bytes}
-    weights.write(folder, config, parameters, layout=LAYOUT, progress=progress, **how)
+    parameters = lazy_arrays.parameters_of(model)
+    write(folder, model.config, parameters, dtype=dtype, extra=extra, file_bytes=file_bytes)

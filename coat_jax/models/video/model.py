@@ -29,6 +29,7 @@ from coat_jax.models.protocol import Loss
 from coat_jax.models.video.config import Config
 from coat_jax.nn.parameters import value_of, vector, weight
 from coat_jax.ops.rotary import join_heads, split_heads
+from coat_jax.precision import BF16
 
 TIMES = 1000.0  # cosines and sines are of times in 0 .. 1000
 
@@ -93,23 +94,26 @@ class VideoTransformer(nnx.Module):
                 f"The model takes latents [B, {', '.join(map(str, shape))}] and text [B, T, "
                 f"{config.text_width}], not {latents.shape} and {text.shape}."
             )
-        order = config.tiles.order() if config.attention else np.arange(math.prod(config.grid))
-        x = self._embed(latents.astype(config.dtype))[:, order]
+        x, angles = self._embed(latents.astype(config.dtype)), _angles(config)
+        if config.attention is not None:
+            order = config.tiles.order()
+            x, angles = x[:, order], tuple(one[order] for one in angles)
         c = self.time(_waves(time * TIMES, config.time_width).astype(config.dtype))
         e = jax.nn.silu(c) @ value_of(self.layer_times).astype(c.dtype)
         e = (e + value_of(self.layer_times_bias).astype(c.dtype)).reshape(len(c), 6, -1)
         states = self.text(text.astype(config.dtype))
-        angles = tuple(jnp.asarray(one[order]) for one in _angles(config))
         x = shard_batch(x, config.batch_axes)
-        x = run_layers(config, self.layers, x, states, e, *angles, self._level(time))
+        turns = map(jnp.asarray, angles)
+        x = run_layers(config, self.layers, x, states, e, *turns, self._level(time))
         f = value_of(self.table).astype(jnp.float32) + c[:, None].astype(jnp.float32)
         with probes.named("last_norm"):
             x = ops.modulated_norm(
                 x, f[:, 1], f[:, 0], epsilon=config.norm_eps, precision=config.precision
             )
         y = x @ value_of(self.out).astype(x.dtype) + value_of(self.out_bias).astype(x.dtype)
-        back = np.argsort(order)
-        return _from_patches(y[:, back].astype(jnp.float32), config)
+        if config.attention is not None:
+            y = y[:, np.argsort(order)]
+        return _from_patches(y.astype(jnp.float32), config)
 
     def loss(self, batch: Batch, *, evaluate: bool = False) -> Loss:
         """The squared error of the velocity, a mean over each video."""
@@ -149,12 +153,14 @@ class Embedder(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows D"]:
         """Applies both to the last axis."""
-        up, down, *biases = (
-            value_of(one).astype(x.dtype)
-            for one in (self.up, self.down, self.up_bias, self.down_bias)
+        return ops.mlp(
+            x,
+            None,
+            *map(value_of, (self.up, self.down, self.up_bias, self.down_bias)),
+            activation=self.activation,
+            residual=False,
+            precision=BF16,
         )
-        hidden = ops.ACTIVATIONS[self.activation](x @ up + biases[0])
-        return hidden @ down + biases[1]
 
 
 class Layer(nnx.Module):
@@ -304,7 +310,7 @@ def _waves(time: Float[Array, " B"], count: int) -> Float[Array, "B W"]:
     return jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=1)
 
 
-def _angles(config: Config) -> tuple[np.ndarray, np.ndarray]:
+def _angles(config: Config) -> tuple[np.ndarray, ...]:
     """Cosine and sine of the angle of each token and pair: pairs of time, of height, of width."""
     side = config.head_dim // 6
     places = np.stack(np.unravel_index(np.arange(math.prod(config.grid)), config.grid), -1)

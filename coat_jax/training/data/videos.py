@@ -27,7 +27,6 @@ from coat_jax.training.data.sources import Split
 from coat_jax.validation import Between, Count, require_fields
 
 SEEDS = {"train": 1000, "held_out": 4}
-TENSORS = ("latents", "text")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +73,7 @@ def rows_of(config: VideosConfig, model: Config, *, split: Split, sequence: int)
     require_apart(held_out, files)
     chosen = held_out if split == "held_out" and held_out else files
     opened = [_open(path, config, model) for path in chosen]
-    count = sum(len(one.latents.shape) and one.latents.shape[0] for one in opened)
+    count = sum(one.latents.shape[0] for one in opened)
     videos = range(count)
     if not held_out:
         kept = count - max(round(config.held_out_part * count), 1)
@@ -100,7 +99,7 @@ def _open(path: Path, config: VideosConfig, model: Config) -> _File:
         raise UserError(
             f"{path} has {found['latents'].shape[0]} videos and {found['text'].shape[0]} texts."
         )
-    return _File(path, *(found[name] for name in TENSORS))
+    return _File(path, found["latents"], found["text"])
 
 
 class VideoRows(Rows):
