@@ -52,6 +52,8 @@ def test_an_example_trains_alike_with_fp8(name: str, tmp_path: Path) -> None:
             "JAX_PLATFORMS": "cpu",
             "PYTHONPATH": str(ROOT),
             "XLA_FLAGS": f"{quick.FLAGS} --xla_force_host_platform_device_count=4",
+            # XLA's threads. A collective blocks one, and each device may have several at once.
+            "NPROC": "16",
         },
         cwd=tmp_path,
         capture_output=True,
