@@ -34,6 +34,7 @@ GRIDS = {"720p": (21, 45, 80), "480p": (21, 30, 52), "16k": (16, 32, 32)}
 SMALL = (4, 8, 8)
 HEADS, WIDTH = 12, 128
 DENSITIES = (0.1, 0.2, 0.35, 0.5, 1.0)
+NEAR = 0.03  # of a density
 LIMIT = 240.0  # seconds for torch
 BATCHES = {"warmup": 1, "batches": 5, "calls": 2}
 
@@ -77,15 +78,19 @@ def main() -> None:
             records.write(options.out / "tile_attention_speed.json", figures)
 
 
-def windows(tiles: Any) -> Iterator[tuple[int, ...]]:
-    """For each density the window that is nearest to it, as cubic as the grid allows."""
-    shape = tiles.shape
-    every = np.stack(np.meshgrid(*(np.arange(1, n + 1) for n in shape), indexing="ij"), -1)
-    sizes = every.reshape(-1, len(shape))
-    for wanted in DENSITIES:
-        off = abs(np.prod(sizes / np.array(shape), axis=1) - wanted)
-        uneven = np.ptp(sizes / np.array(shape), axis=1)
-        yield tuple(int(n) for n in sizes[np.lexsort((uneven, off.round(2)))[0]])
+def window_of(tiles: Any, density: float) -> tuple[int, ...]:
+    """The most cubic of the windows whose density is near this one, or else the nearest."""
+    shape = np.array(tiles.shape)
+    sides = np.meshgrid(*(np.arange(1, n + 1) for n in shape), indexing="ij")
+    shares = np.stack(sides, -1).reshape(-1, len(shape)) / shape
+    off, uneven = abs(np.prod(shares, axis=1) - density), np.ptp(shares, axis=1)
+    first = np.lexsort((uneven, np.maximum(off, NEAR)))[0]
+    return tuple(int(n) for n in np.rint(shares[first] * shape))
+
+
+def windows(tiles: Any) -> list[tuple[int, ...]]:
+    """A window for each density."""
+    return list(dict.fromkeys(window_of(tiles, density) for density in DENSITIES))
 
 
 def in_jax(name: str, small: bool) -> Iterator[Case]:
@@ -109,7 +114,7 @@ def in_jax(name: str, small: bool) -> Iterator[Case]:
         return jax.nn.dot_product_attention(q, k, v, implementation=how)[:, : shape[1]]
 
     attends: list[tuple[str, float, Callable[..., Any]]] = [("cuDNN, BF16, dense", 1.0, dense)]
-    for window in dict.fromkeys(windows(tiles)):
+    for window in windows(tiles):
         lists = tiles.window(window)
         for form in ("fp8", "bf16"):
             attend = functools.partial(ops.tile_attention, tiles=tiles, lists=lists, format=form)
@@ -186,7 +191,7 @@ def in_torch(name: str, small: bool) -> Iterator[Case]:
         return  # where FlexAttention has no backward pass
     rows, slots = tiles.count * tiles.slots, tiles.slots
     compiled = flex_attention if small else torch.compile(flex_attention)
-    for window in dict.fromkeys(windows(tiles)):
+    for window in windows(tiles):
         lists = tiles.window(window)
         pairs = torch.from_numpy(np.array(visible_pairs(lists)[0, 0])).to(device)
 

@@ -121,10 +121,10 @@ def call_of(study: Study, options: argparse.Namespace, known: Path, out: Path) -
     given = {field.name: getattr(options, field.name) for field in fields(size.settings)}
     changes = {name: value for name, value in given.items() if value is not None}
     settings = replace(size.settings, **changes)
-    if settings.sequence > size.model.context:
+    if changes.get("sequence", 0) > (context := getattr(size.model, "context", 0)):
         raise UserError(
             f"--sequence {settings.sequence} is longer than the context of size {options.size}, "
-            f"{size.model.context} tokens. Lower it, or choose a larger size."
+            f"{context} tokens. Lower it, or choose a larger size."
         )
     seeds = dict.fromkeys(seed for some in options.seeds for seed in some)
     return Call(

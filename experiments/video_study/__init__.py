@@ -1,0 +1,1 @@
+"""What FP8, sparse attention and both cost a model of videos."""
