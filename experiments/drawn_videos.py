@@ -1,7 +1,7 @@
 """Drawn videos of moving shapes, losses at each time, and pictures of videos.
 
-A shape has one color and moves in one direction, through most of the picture, at a place across it
-that no text tells. A text has a vector for each shape, with a number for each of its three words.
+A shape has one color and moves in one direction, from a place that its text does not tell. A text
+has a vector for each shape, with a number for each of its three words.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ COLORS = {
 DIRECTIONS = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 WORDS = (*SHAPES, *COLORS, *DIRECTIONS)
 STRENGTH = 3.0  # of a word in a text
-WAY, SIZE = 0.5, 0.22  # how far a shape moves, and its radius, as shares of the picture's side
+WAY, SIZE = 0.35, 0.2  # how far a shape moves, and its radius, as shares of the picture's side
 TIMES = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 Video = tuple[Float[np.ndarray, "F H W 3"], Float[np.ndarray, "shapes words"]]
@@ -39,9 +39,10 @@ def video(number: int, frames: int, side: int, shapes: int = 1) -> Video:
         chosen = [str(random.choice(group)) for group in (SHAPES, [*COLORS], [*DIRECTIONS])]
         shape, color, direction = chosen
         words[[WORDS.index(word) for word in chosen]] = STRENGTH
-        along, across = np.array(DIRECTIONS[direction]), random.uniform(size, side - size)
-        for number_of_frame, progress in enumerate(np.linspace(-0.5, 0.5, frames)):
-            row, column = np.where(along, side * (0.5 + WAY * progress * along), across)
+        way = WAY * side * np.array(DIRECTIONS[direction])
+        start = random.uniform(size - np.minimum(way, 0), side - size - np.maximum(way, 0))
+        for number_of_frame, progress in enumerate(np.linspace(0, 1, frames)):
+            row, column = start + progress * way
             ink = inside(shape, places[:, None] - row, places[None, :] - column, size)[..., None]
             drawn[number_of_frame] += ink * (np.float32(COLORS[color]) - drawn[number_of_frame])
     return drawn, text
