@@ -6,10 +6,11 @@ dtype in the config of FROM, or that of --dtype, and otherwise stay the same bit
 of a tensor is in memory at a time. TO appears when it is complete.
 
 With --to, the linear layers in TO have 8 bits, for inference with `coat generate`, vLLM or
-transformers. Weights have one scale per output channel. Activations stay as they are (--activations
-none), or are rounded with a scale for each token (dynamic), or with one scale for a layer, which
---calibrate finds on a text (static). One parameter of one layer is in memory at a time; during
-calibration, the whole model.
+transformers; with w4a8 their weights have 4 bits. Weights have one scale per output channel, or in
+INT4 one for every 128 inputs of a channel. Activations stay as they are (--activations none), or
+are rounded with a scale for each token (dynamic), or with one scale for a layer, which --calibrate
+finds on a text (static). One parameter of one layer is in memory at a time; during calibration, the
+whole model.
 
 --balance reads a text and moves part of each outlier in the inputs of linear layers into their
 weights. Outliers are columns that are much larger than the others, which are left few INT8 codes.
@@ -25,6 +26,7 @@ memory.
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from coat_jax.cli.arguments import STEP, add_count, require_effects
 from coat_jax.cli.model_folder import BYTES, tokens_of
@@ -37,6 +39,7 @@ from coat_jax.training.checkpoint import conversion, weights
 
 TOKENS = 65_536
 FEW = 512  # tokens of a text that is noted to be short
+FORMATS = {"int8": "int8", "fp8": "fp8", "mixed": "mixed", "w4a8": "int4"}
 FITS = ("max", "mse", "percentile")
 OF_RECIPE = ("fit", "activations", "activation_fit", "percentile")
 
@@ -53,9 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--balance", type=Path, metavar="FILE", help="a text on which the model is balanced")
     add_count(parser, "--tokens", None, f"how many of each text are read (default: {TOKENS:,})")
     add("--step", type=int, help=STEP)
-    add = parser.add_argument_group("8 bits").add_argument
-    to = "the format of linear layers; mixed chooses the one with less error for each"
-    add("--to", choices=("int8", "fp8", "mixed"), help=to)
+    add = parser.add_argument_group("8 and 4 bits").add_argument
+    to = "the format of linear layers; mixed takes int8 or fp8, which has less error, for each"
+    add("--to", choices=FORMATS, help=to)
     add("--fit", choices=FITS, help="how the range of a channel is chosen (default: mse)")
     activations = "how activations are rounded (default: dynamic)"
     add("--activations", choices=("none", "static", "dynamic"), help=activations)
@@ -102,15 +105,17 @@ def run(options: argparse.Namespace) -> int:
 def _recipe(options: argparse.Namespace) -> Recipe | None:
     """The recipe that the options describe, None without --to; raises for one without effect."""
     given = {name: value for name in OF_RECIPE if (value := getattr(options, name)) is not None}
-    recipe = Recipe(format=options.to or "int8", leave=tuple(options.leave or ()), **given)
+    format: Any = FORMATS[options.to or "int8"]
+    recipe = Recipe(format=format, leave=tuple(options.leave or ()), **given)
     reads = options.calibrate is not None or options.balance is not None
     quantizing = (*OF_RECIPE, "leave", "calibrate")
-    in_int8 = recipe.format != "fp8" and recipe.activations != "none"
+    in_int8 = recipe.format in ("int8", "mixed") and recipe.activations != "none"
     rounded = "--activations static, and for --to mixed with rounded activations"
     fits = "--fit percentile and --activation-fit percentile"
     effects = [
         ("tokens", reads, "--calibrate and --balance"),
-        *((name, options.to is not None, "--to int8, fp8 or mixed") for name in quantizing),
+        *((name, options.to is not None, f"--to {', '.join(FORMATS)}") for name in quantizing),
+        ("fit", recipe.format != "int4", "weights in 8 bits"),
         ("calibrate", recipe.needs_calibration, rounded),
         ("balance", in_int8, "activations in INT8; FP8 does not suffer from outliers"),
         ("activation_fit", recipe.activations == "static", "--activations static"),

@@ -1,4 +1,4 @@
-"""A linear layer for inference, its weight in 8 bits; see `coat.ops.quantized_linear`."""
+"""A linear layer for inference, its weight in 8 or 4 bits; see `coat.ops.quantized_linear`."""
 
 from flax import nnx
 from jaxtyping import Array, Float
@@ -14,9 +14,7 @@ class QuantizedLinear(nnx.Module):
     """y = x w + bias, with w ~ codes * scale. It has no trainable parameters.
 
     Attributes:
-        codes: of w, outputs first: [N, K].
-        scale: of each output channel.
-        input_scale: of static activations, or None.
+        codes, scale, input_scale, zero: of w; see `coat.ops.Quantized`.
         bias: [N], or None.
         activations: how inputs are rounded: "none", "static" or "dynamic".
     """
@@ -39,9 +37,12 @@ class QuantizedLinear(nnx.Module):
         """
         require_quantized("QuantizedLinear", weight, activations)
         self.codes = FrozenWeight(weight.codes, **metadata(sharding[::-1]))
-        self.scale = FrozenWeight(weight.scale, **metadata(sharding[1:]))
-        given = weight.input_scale
+        of_groups = sharding[::-1] if weight.format == "int4" else sharding[1:]
+        self.scale = FrozenWeight(weight.scale, **metadata(of_groups))
+        given, zero = weight.input_scale, weight.zero
         self.input_scale = nnx.data(None if given is None else FrozenWeight(given))
+        zeros = None if zero is None else FrozenWeight(zero, **metadata(of_groups))
+        self.zero = nnx.data(zeros)
         self.bias = nnx.data(bias)
         self.activations: Activations = activations
 
@@ -53,7 +54,8 @@ class QuantizedLinear(nnx.Module):
 
     def weight(self) -> Quantized:
         """The weight as arrays."""
-        return Quantized(self.codes[...], self.scale[...], value_of(self.input_scale))
+        more = value_of(self.input_scale), value_of(self.zero)
+        return Quantized(self.codes[...], self.scale[...], *more)
 
     @property
     def nbytes(self) -> int:

@@ -1,6 +1,7 @@
-"""A linear layer for inference whose weight is 8-bit codes, with a scale for each output channel.
+"""A linear layer for inference whose weight is codes of 8 or 4 bits.
 
     w[k, n] ~ codes[n, k] scale[n]         INT8 or E4M3: one byte a parameter, and 4 a channel
+    w[k, n] ~ codes[n, k] scale[n, k/128]  INT4: half a byte, and 2 for 128 of a channel's inputs
 
     activations    x                               product
     "none"         as it is                        in the dtype of x: only memory is saved
@@ -8,6 +9,8 @@
     "dynamic"      ~ codes a[row], found in x      of codes: INT8 in INT32, or FP8
 
     y[t, n] = (sum over k of x codes[t, k] codes[n, k]) a[t] scale[n] + b[n]
+
+With INT4 weights the codes of x are in E4M3; see `kernels.int4` for their product.
 
 Codes are stored with outputs first, the layout in which GPUs multiply them, so no product
 transposes its weight. With "static" and "dynamic" activations, differentiating with respect to x is
@@ -22,11 +25,12 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt8
 
 from coat_jax.errors import UserError
-from coat_jax.kernels import gemm
-from coat_jax.numerics import eight_bits
+from coat_jax.kernels import gemm, int4
+from coat_jax.kernels.dispatch import Implementation, choose
+from coat_jax.numerics import eight_bits, four_bits
 from coat_jax.numerics.eight_bits import EightBits
 from coat_jax.numerics.quantizer import Fit
 from coat_jax.ops.checks import require_real
@@ -34,35 +38,47 @@ from coat_jax.ops.checks import require_real
 Activations = Literal["none", "static", "dynamic"]
 
 ACTIVATION_MODES: tuple[Activations, ...] = get_args(Activations)
+WeightFormat = Literal["int8", "fp8", "int4"]
+WEIGHT_FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
 
 
 class Quantized(NamedTuple):
-    """A weight in 8 bits.
+    """A weight in 8 or 4 bits.
 
     Attributes:
-        codes: [outputs, inputs], int8 or float8_e4m3fn.
-        scale: one FP32 number for each output channel.
+        codes: [outputs, inputs], int8 or float8_e4m3fn; of INT4 uint8 with two codes each, as
+            `numerics.four_bits` packs them.
+        scale: one FP32 number for each output channel; of INT4 one in BF16 for each group.
         input_scale: the scale of "static" activations; None for the other modes.
+        zero: of INT4, the code that stands for zero, for each group; None for 8 everywhere, with
+            scales that are one number for each channel times powers of two.
     """
 
     codes: Array  # [N, K]
-    scale: Float[Array, " N"]
+    scale: Float[Array, " N"] | Float[Array, "N G"]
     input_scale: Float[Array, ""] | None = None
+    zero: UInt8[Array, "N G"] | None = None
+
+    @property
+    def format(self) -> WeightFormat:
+        """The format of the codes."""
+        is_packed = self.codes.dtype == jnp.uint8
+        return "int4" if is_packed else eight_bits.format_of_codes(self.codes.dtype)
 
 
 def quantize_weight(
     weight: Float[Array, "K N"],
-    format: EightBits = "int8",
+    format: WeightFormat = "int8",
     *,
     fit: Fit = "mse",
     percentile: float = 99.9,
     input_scale: Float[Array, ""] | None = None,
 ) -> Quantized:
-    """Rounds a weight to 8 bits.
+    """Rounds a weight to 8 or 4 bits.
 
     Args:
         weight: inputs times outputs.
-        format: "int8" or "fp8".
+        format: "int8", "fp8", or "int4", whose scales always have little squared error.
         fit: the range of each channel: up to its largest magnitude ("max"), up to a "percentile"
             of its magnitudes, or the range with the least squared error ("mse").
         percentile: how many of 100 magnitudes are within the range, for fit="percentile".
@@ -72,8 +88,12 @@ def quantize_weight(
     weight = jnp.asarray(weight)  # NumPy's FP64 becomes FP32
     if weight.ndim != 2:
         raise ValueError(f"quantize_weight rounds a weight [K, N], not of shape {weight.shape}.")
-    if format not in eight_bits.DTYPES:
-        raise ValueError(f"format={format!r} must be one of {', '.join(eight_bits.DTYPES)}.")
+    if format not in WEIGHT_FORMATS:
+        raise ValueError(f"format={format!r} must be one of {', '.join(WEIGHT_FORMATS)}.")
+    if format == "int4":
+        require_groups("quantize_weight", weight.shape[0])
+        scales = four_bits.group_scales(weight.T)
+        return Quantized(four_bits.encode(weight.T, scales), scales, input_scale)
     scale = eight_bits.channel_scales(weight, format, fit, percentile)
     return Quantized(eight_bits.encode(weight, scale, format).T, scale, input_scale)
 
@@ -84,6 +104,7 @@ def quantized_linear(
     bias: Float[Array, " N"] | None = None,
     *,
     activations: Activations = "dynamic",
+    implementation: Implementation | None = None,
 ) -> Float[Array, "*rows N"]:
     """x w + b, in the dtype of x.
 
@@ -92,6 +113,8 @@ def quantized_linear(
         weight: w, from `quantize_weight`.
         bias: b, or None.
         activations: how x is rounded: "none", "static" or "dynamic".
+        implementation: of products of few rows with INT4: "xla", "triton", or None to choose by
+            the device.
 
     Example:
         >>> import coat_jax as coat, jax.numpy as jnp
@@ -104,20 +127,24 @@ def quantized_linear(
     require_real("quantized_linear", x, least_rank=1)
     x = jnp.asarray(x)  # NumPy's FP64 becomes FP32
     require_quantized("quantized_linear", weight, activations)
-    name = eight_bits.format_of_codes(weight.codes.dtype)
-    if weight.codes.ndim != 2 or weight.codes.shape[1] != x.shape[-1]:
+    in_int4 = weight.format == "int4"
+    name: EightBits = "fp8" if in_int4 else eight_bits.format_of_codes(weight.codes.dtype)
+    columns = x.shape[-1] // 2 if in_int4 else x.shape[-1]
+    if weight.codes.ndim != 2 or weight.codes.shape[1] != columns:
         raise ValueError(
             f"quantized_linear got an input with {x.shape[-1]} columns and codes of shape "
-            f"{weight.codes.shape}: they should be [outputs, {x.shape[-1]}]."
+            f"{weight.codes.shape}: they should be [outputs, {columns}]."
         )
-    if bias is not None and bias.shape != weight.scale.shape:
+    if bias is not None and bias.shape != weight.scale.shape[:1]:
         raise ValueError(
             f"quantized_linear got a bias of shape {bias.shape}: it should be "
-            f"{weight.scale.shape}, one number per output."
+            f"{weight.scale.shape[:1]}, one number per output."
         )
     # FP16 cannot hold sums of codes. BF16 can: they are then rounded before they are scaled.
     wide = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
-    if activations == "none":
+    if in_int4:
+        y = _int4_product(x, weight, activations, choose(implementation))
+    elif activations == "none":
         codes = weight.codes.astype(x.dtype)
         y = jnp.matmul(x, codes.T, preferred_element_type=wide).astype(jnp.float32) * weight.scale
     else:
@@ -125,6 +152,18 @@ def quantized_linear(
         sums = gemm.product_of_codes(rounded, weight.codes, wide)
         y = gemm.scale_sums(sums, row_scale[..., 0], weight.scale)
     return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
+
+
+def _int4_product(
+    x: Float[Array, "*rows K"], weight: Quantized, activations: Activations, how: Implementation
+) -> Float[Array, "*rows N"]:
+    packed = int4.Weight(weight.codes, weight.scale, weight.zero)
+    if activations == "none":
+        values = four_bits.values(*packed).astype(x.dtype)
+        return jnp.matmul(x, values.T, preferred_element_type=jnp.float32)
+    rounded, row_scale = _round_rows(x, weight.input_scale, "fp8")
+    y = int4.product(rounded.reshape(-1, x.shape[-1]), packed, how)
+    return y.reshape(*x.shape[:-1], -1) * row_scale
 
 
 def row_scales(x: Float[Array, "*rows K"], name: EightBits) -> Float[Array, "*rows 1"]:
@@ -160,6 +199,15 @@ def _round_rows(
         lost = jnp.any(jnp.isnan(x), axis=-1, keepdims=True)
         scale = jnp.where(lost, jnp.nan, input_scale)
     return eight_bits.encode(x, scale, name), scale
+
+
+def require_groups(name: str, inputs: int) -> None:
+    """Raises unless the inputs of a weight can be divided into groups of INT4."""
+    if inputs % four_bits.GROUP:
+        raise UserError(
+            f"{name}: a weight with {inputs} inputs cannot be in INT4, which has a scale for every "
+            f"{four_bits.GROUP} of them. Leave it as it is (`leave` in a recipe), or use FP8."
+        )
 
 
 def require_quantized(name: str, weight: Quantized, activations: Activations) -> None:

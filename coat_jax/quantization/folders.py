@@ -2,7 +2,8 @@
 
     codes          ...q_proj.weight          I8 or F8_E4M3 [N, K], outputs first as here
                    ...q_proj.weight_packed   I32 [N, K / 4]: INT8 whose inputs are not rounded
-    scale          ...q_proj.weight_scale    F32 [N, 1]
+                                             I32 [N, K / 8]: INT4
+    scale          ...q_proj.weight_scale    F32 [N, 1], or of INT4 BF16 [N, K / 128]
     input_scale    ...q_proj.input_scale     F32 [1]
 
 Everything else is as `coat.models.hf` reads and writes it.
@@ -19,7 +20,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Int8, Int32
+from jaxtyping import Int8, Int32, UInt8
 
 from coat_jax.errors import UserError
 from coat_jax.files import expand_user
@@ -32,8 +33,9 @@ from coat_jax.models.hf.weights import DECODER, orient, tensors_in
 from coat_jax.models.lazy_arrays import Index, LazyArray, Name, Parameters, dotted_name
 from coat_jax.models.protocol import require_capability
 from coat_jax.nn.quantized import QuantizedLinear
-from coat_jax.numerics import eight_bits
+from coat_jax.numerics import eight_bits, four_bits
 from coat_jax.ops import Quantized
+from coat_jax.ops.quantized import require_groups
 from coat_jax.quantization import layout
 from coat_jax.quantization.calibration import Ranges
 from coat_jax.quantization.projections import inference_config, is_quantized, plain_name
@@ -75,6 +77,10 @@ def load(folder: str | Path, config: Config | None = None, *, mesh: Mesh | None 
         {name: _describe(*spec) for name, spec in needed.items()},
         {name: _describe(one.shape, one.dtype) for name, one in tensors.items()},
     )
+    for path, scheme in schemes.items():
+        scales = tensors[f"{layout.module_of(path)}.weight_scale"]
+        if scheme.format == "int4" and not four_bits.are_of_channel(jnp.asarray(scales.whole())):
+            schemes[path] = scheme._replace(zeros=True)
     graph, state = abstract(config, schemes, mesh=mesh)
     return lazy_arrays.fill(graph, state, _arrays(state, config, tensors))
 
@@ -181,11 +187,15 @@ def _specs(config: Config, schemes: Mapping[str, Scheme], kind: np.dtype) -> dic
         if scheme is None:
             found[name] = shape, kind
             continue
-        found[f"{module}.weight_scale"] = (shape[0], 1), np.dtype(np.float32)
+        if in_int4 := scheme.format == "int4":
+            require_groups(module, shape[1])
+        groups = shape[1] // four_bits.GROUP if in_int4 else 1
+        kind_of_scale = np.dtype(jnp.bfloat16 if in_int4 else np.float32)
+        found[f"{module}.weight_scale"] = (shape[0], groups), kind_of_scale
         if scheme.activations == "static":
             found[f"{module}.input_scale"] = (1,), np.dtype(np.float32)
-        if layout.storage_of(scheme) == layout.PACKED:
-            packed = shape[0], math.ceil(shape[1] / PER_INT32)
+        if scheme.format == "int4" or layout.storage_of(scheme) == layout.PACKED:
+            packed = shape[0], math.ceil(shape[1] / (2 * PER_INT32 if in_int4 else PER_INT32))
             found[f"{module}.weight_packed"] = packed, np.dtype(np.int32)
             found[f"{module}.weight_shape"] = (2,), np.dtype(np.int64)
         else:
@@ -203,12 +213,16 @@ def _tensors(name: str, value: Any, specs: Mapping[str, Spec]) -> dict[str, Any]
     if not isinstance(value, Quantized):
         return {name: value.T if is_transposed(name) else value}
     module = name.removesuffix(".weight")
-    found = {f"{module}.weight_scale": value.scale[:, None]}
+    in_int4 = value.format == "int4"
+    found = {f"{module}.weight_scale": value.scale if in_int4 else value.scale[:, None]}
     if value.input_scale is not None:
         found[f"{module}.input_scale"] = value.input_scale[None]
     if name in specs:
         return found | {name: value.codes}
-    packed, size = _pack(np.asarray(value.codes)), np.array(value.codes.shape)
+    codes = np.asarray(value.codes)
+    rows, columns = codes.shape
+    packed = _pack_int4(codes) if in_int4 else _pack(codes)
+    size = np.array([rows, 2 * columns if in_int4 else columns])
     return found | {f"{module}.weight_packed": packed, f"{module}.weight_shape": size}
 
 
@@ -220,13 +234,20 @@ def _arrays(state: Any, config: Config, tensors: Mapping[str, LazyArray]) -> dic
         (tensor,) = tensors_of(name, config)
         module = tensor.removesuffix(".weight")
         match path[-1] if name != path else "":
+            case "scale" if len(leaf.shape) == 2:
+                one = tensors[f"{module}.weight_scale"]
+            case "zero":  # that of symmetric codes
+                zeros = np.full(leaf.shape, four_bits.ZERO, np.uint8)
+                one = LazyArray(zeros.shape, zeros.dtype, zeros.shape, zeros.__getitem__)
             case "scale" | "input_scale" as scale:
                 one = tensors[f"{module}.{'weight_scale' if scale == 'scale' else scale}"]
                 one = one._replace(read=partial(_read_scales, one))
             case "codes" if tensor not in tensors:
                 one = tensors[f"{module}.weight_packed"]
                 read = partial(_read_packed, one, leaf.shape[1])
-                one = one._replace(dtype=np.dtype(np.int8), read=read)
+                if leaf.dtype == np.uint8:
+                    read = partial(_read_int4, one)
+                one = one._replace(dtype=np.dtype(leaf.dtype), read=read)
             case "codes":
                 one = tensors[tensor]
             case _:
@@ -241,6 +262,23 @@ def _read_scales(scales: LazyArray, index: Index) -> np.ndarray:
 
 def _read_packed(packed: LazyArray, columns: int, index: Index) -> np.ndarray:
     return _unpack(packed.read((index[0], slice(None))), columns)[:, index[1]]
+
+
+def _read_int4(packed: LazyArray, index: Index) -> np.ndarray:
+    return _unpack_int4(packed.read((index[0], slice(None))))[:, index[1]]
+
+
+def _pack_int4(codes: UInt8[np.ndarray, "N K/2"]) -> Int32[np.ndarray, "N P"]:
+    """Eight codes in each number, the first in its lowest four bits."""
+    u = np.asarray(four_bits.unpack(jnp.asarray(codes)))
+    return np.ascontiguousarray(u[:, ::2] | u[:, 1::2] << 4).view("<i4")
+
+
+def _unpack_int4(packed: Int32[np.ndarray, "N P"]) -> UInt8[np.ndarray, "N K/2"]:
+    """The inverse of `_pack_int4`."""
+    pairs = np.ascontiguousarray(packed, "<i4").view(np.uint8)
+    u = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(len(pairs), -1)
+    return np.asarray(four_bits.pack(jnp.asarray(u)))
 
 
 def _pack(codes: Int8[np.ndarray, "N K"]) -> Int32[np.ndarray, "N P"]:

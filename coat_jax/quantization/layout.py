@@ -3,12 +3,14 @@
     config_groups   groups of modules with one scheme: their names, patterns of names (re:..), or
                     "Linear" for all of them; of several that fit, a name comes first, then a
                     pattern, whatever their order
-        weights             8 bits, a scale per channel; "int" or "float", which is E4M3
+        weights             8 bits, a scale per channel; "int" or "float", which is E4M3; or 4
+                            bits, "int", a scale for every 128 inputs
         input_activations   none; a scale per tensor; or one per token, "dynamic"
     ignore          modules that are not quantized
     format          how the codes are stored:
         int-quantized, float-quantized    weight [N, K] of codes
-        pack-quantized                    weight_packed [N, K / 4] of four codes each
+        pack-quantized                    weight_packed [N, K / 4] of four codes each, or of INT4
+                                          [N, K / 8] of eight
         mixed-precision                   as each group says
 
 INT8 weights whose inputs are not rounded are packed: that is the only way in which vLLM reads them.
@@ -20,8 +22,8 @@ from typing import Any, get_args
 from coat_jax.errors import UserError
 from coat_jax.models import Config
 from coat_jax.models.hf.names import HEAD, IN_LAYER
-from coat_jax.numerics.eight_bits import EightBits
-from coat_jax.ops.quantized import Activations
+from coat_jax.numerics.four_bits import GROUP
+from coat_jax.ops.quantized import Activations, WeightFormat
 from coat_jax.quantization import patterns
 from coat_jax.quantization.projections import paths_of
 from coat_jax.quantization.recipe import Scheme
@@ -32,7 +34,7 @@ Json = dict[str, Any]
 ENTRY = "quantization_config"  # of config.json
 METHOD = "compressed-tensors"
 LINEAR, PATTERN = "Linear", "re:"  # torch's class, of all projections and the head
-TYPES: dict[EightBits, str] = {"int8": "int", "fp8": "float"}
+TYPES: dict[WeightFormat, str] = {"int8": "int", "fp8": "float", "int4": "int"}
 STRATEGIES: dict[Activations, str] = {"static": "tensor", "dynamic": "token"}
 PACKED, MIXED = "pack-quantized", "mixed-precision"
 
@@ -47,7 +49,8 @@ def storage_of(scheme: Scheme) -> str:
     """The format in which codes are stored."""
     if scheme.format == "fp8":
         return "float-quantized"
-    return PACKED if scheme.activations == "none" else "int-quantized"
+    is_packed = scheme.format == "int4" or scheme.activations == "none"
+    return PACKED if is_packed else "int-quantized"
 
 
 def to_json(config: Config, schemes: Mapping[str, Scheme]) -> Json:
@@ -59,7 +62,7 @@ def to_json(config: Config, schemes: Mapping[str, Scheme]) -> Json:
     for number, scheme in enumerate(kinds):
         targets = [module_of(path) for path in paths if schemes.get(path) == scheme]
         group = {"targets": targets if len(kinds) > 1 else [LINEAR], **_group_of(scheme)}
-        if len(kinds) > 1:
+        if len(kinds) > 1 or scheme.format == "int4":  # of which others guess another one
             group["format"] = storage_of(scheme)
         groups[f"group_{number}"] = group
     return {
@@ -136,26 +139,31 @@ def _matches(texts: Iterable[str], modules: Collection[str]) -> dict[str, set[st
 
 def _group_of(scheme: Scheme) -> Json:
     """The entries of a group that describe a scheme."""
-    shared = {"num_bits": 8, "type": TYPES[scheme.format], "symmetric": True}
-    inputs = None
+    weights = {"num_bits": 8, "type": TYPES[scheme.format], "symmetric": True}
+    inputs, by = None, {"strategy": "channel", "dynamic": False}
     if scheme.activations != "none":
         strategy, is_dynamic = STRATEGIES[scheme.activations], scheme.activations == "dynamic"
-        inputs = {**shared, "strategy": strategy, "dynamic": is_dynamic}
-    return {
-        "weights": {**shared, "strategy": "channel", "dynamic": False},
-        "input_activations": inputs,
-        "output_activations": None,
-    }
+        inputs = weights | {"type": TYPES[scheme.input_format]}
+        inputs |= {"strategy": strategy, "dynamic": is_dynamic}
+    if scheme.format == "int4":
+        by |= {"num_bits": 4, "strategy": "group", "group_size": GROUP}
+    return {"weights": weights | by, "input_activations": inputs, "output_activations": None}
 
 
 def _scheme(name: str, group: Json) -> Scheme:
     for scheme in (Scheme(f, a) for f in TYPES for a in get_args(Activations)):
         if all(_says(group.get(entry), value) for entry, value in _group_of(scheme).items()):
+            if (order := group["weights"].get("actorder")) in ("group", "dynamic"):
+                raise UserError(
+                    f"config.json: {ENTRY}.{name} has actorder={order!r}: its groups are not of "
+                    "neighbouring inputs, which coat_jax does not support."
+                )
             return scheme
     raise UserError(
         f"config.json: {ENTRY}.{name} is a scheme that coat_jax does not support. It supports "
-        "symmetric 8-bit weights with a scale per channel, inputs that are not quantized, have one "
-        "scale or a dynamic scale per token, and outputs that are not quantized."
+        "symmetric weights, in 8 bits with a scale per channel or in INT4 with one for every "
+        f"{GROUP} inputs; inputs that are not quantized, have one scale or a dynamic scale per "
+        "token, in FP8 for INT4 weights; and outputs that are not quantized."
     )
 
 

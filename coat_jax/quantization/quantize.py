@@ -19,9 +19,10 @@ from coat_jax.models.creation import with_shardings
 from coat_jax.models.lazy_arrays import Name, dotted_name
 from coat_jax.nn.modular import Dense
 from coat_jax.nn.quantized import QuantizedLinear
-from coat_jax.numerics import eight_bits
+from coat_jax.numerics import eight_bits, four_bits
 from coat_jax.numerics.eight_bits import EightBits
 from coat_jax.numerics.quantizer import Fit
+from coat_jax.ops.quantized import WeightFormat, require_groups
 from coat_jax.quantization.calibration import Ranges, input_noise, input_scale
 from coat_jax.quantization.projections import (
     groups_of,
@@ -36,7 +37,7 @@ ParameterAt = Callable[[Name], Array | np.ndarray]
 
 
 def quantize(model: Llama, recipe: Recipe, ranges: Ranges | None = None) -> Llama:
-    """A model whose projections are in 8 bits.
+    """A model whose projections are in 8 or 4 bits.
 
     Its other arrays are those of `model`; of stacked layers they are copies.
 
@@ -60,9 +61,7 @@ def quantize(model: Llama, recipe: Recipe, ranges: Ranges | None = None) -> Llam
 def schemes_of(model: Llama) -> dict[str, Scheme]:
     """The scheme of each quantized projection of a model, by its path."""
     return {
-        dotted_name(path): Scheme(
-            eight_bits.format_of_codes(layer.codes[...].dtype), layer.activations
-        )
+        dotted_name(path): Scheme(layer.weight().format, layer.activations, layer.zero is not None)
         for path, layer in nnx.iter_modules(model)
         if isinstance(layer, QuantizedLinear)
     }
@@ -81,9 +80,15 @@ def abstract(
     mesh = jax.sharding.get_mesh() if mesh is None else mesh
 
     def empty(path: str, weight: Array) -> ops.Quantized:
-        codes = jnp.zeros(weight.shape[::-1], eight_bits.DTYPES[schemes[path].format])
-        one = jnp.ones((), jnp.float32) if schemes[path].activations == "static" else None
-        return ops.Quantized(codes, jnp.ones(weight.shape[1], jnp.float32), one)
+        scheme, (inputs, outputs) = schemes[path], weight.shape
+        one = jnp.ones((), jnp.float32) if scheme.activations == "static" else None
+        if scheme.format != "int4":
+            codes = jnp.zeros((outputs, inputs), eight_bits.DTYPES[scheme.format])
+            return ops.Quantized(codes, jnp.ones(outputs, jnp.float32), one)
+        groups = outputs, inputs // four_bits.GROUP
+        scales = jnp.ones(groups, jnp.float32 if scheme.zeros else jnp.bfloat16)
+        zero = jnp.zeros(groups, jnp.uint8) if scheme.zeros else None
+        return ops.Quantized(jnp.zeros((outputs, inputs // 2), jnp.uint8), scales, one, zero)
 
     graph, state = models.abstract(config, mesh=mesh)
     with jax.set_mesh(mesh):
@@ -140,6 +145,10 @@ def choose_schemes(
         if paths:
             format = _format(paths, recipe, ranges, parameter_at)
             schemes |= {path: Scheme(format, recipe.activations) for path in paths}
+    inputs = {"out": config.heads * config.head_dim, "down": config.ffn}
+    for path, scheme in schemes.items():
+        if scheme.format == "int4":
+            require_groups(path, inputs.get(path.rpartition(".")[2], config.width))
     return schemes
 
 
@@ -167,13 +176,13 @@ def round_weight(
             f"The ranges of {path} are of an input with {ranges[path].columns.size} columns, and "
             f"its weight has {weight.shape[0]} inputs: they belong to another model."
         )
-    of_input = jnp.float32(input_scale(ranges[path], scheme.format, recipe))
+    of_input = jnp.float32(input_scale(ranges[path], scheme.input_format, recipe))
     return rounded._replace(input_scale=of_input)
 
 
 def _format(
     paths: Sequence[str], recipe: Recipe, ranges: Ranges | None, parameter_at: ParameterAt
-) -> EightBits:
+) -> WeightFormat:
     """The format of projections that multiply one input.
 
     Errors of x and w are independent, so the relative squared error of x w is about the sum of

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, NamedTuple
 from coat_jax.errors import UserError
 from coat_jax.numerics.eight_bits import EightBits
 from coat_jax.numerics.quantizer import Fit
-from coat_jax.ops.quantized import Activations
+from coat_jax.ops.quantized import Activations, WeightFormat
 from coat_jax.validation import Between, require_fields
 
 CANDIDATES: tuple[EightBits, ...] = ("int8", "fp8")  # in a tie, the first one is taken
@@ -22,9 +22,11 @@ class Recipe:
 
     Attributes:
         format: of weights and of rounded activations: "int8", "fp8" (E4M3), or "mixed": for each
-            input and the weights that multiply it, the one with the higher signal-to-noise ratio.
+            input and the weights that multiply it, the one of these with the higher
+            signal-to-noise ratio; "int4" for weights in INT4 and rounded activations in FP8.
         fit: the range of a weight's channel: up to its largest magnitude ("max"), up to a
-            "percentile" of its magnitudes, or the range with the least squared error ("mse").
+            "percentile" of its magnitudes, or the range with the least squared error ("mse"). INT4
+            has ranges of groups, always with little squared error.
         activations: "none" rounds weights only; "static" rounds each layer's input with one
             scale, from calibration; "dynamic" with one for each token, from its largest element.
         activation_fit: as `fit`, for static activations.
@@ -32,7 +34,7 @@ class Recipe:
         leave: globs of projections that stay as they are: "layers.0.*", "*.down".
     """
 
-    format: Literal["int8", "fp8", "mixed"] = "int8"
+    format: Literal["int8", "fp8", "mixed", "int4"] = "int8"
     fit: Fit = "mse"
     activations: Activations = "dynamic"
     activation_fit: Fit = "mse"
@@ -66,7 +68,19 @@ class Recipe:
 
 
 class Scheme(NamedTuple):
-    """The quantization of one projection: the format of its codes, the rounding of its inputs."""
+    """The quantization of one projection.
 
-    format: EightBits
+    Attributes:
+        format: of its codes.
+        activations: how its inputs are rounded.
+        zeros: whether INT4 codes have zeros, and scales of any size; see `coat.ops.Quantized`.
+    """
+
+    format: WeightFormat
     activations: Activations
+    zeros: bool = False
+
+    @property
+    def input_format(self) -> EightBits:
+        """The format of rounded inputs."""
+        return "fp8" if self.format == "int4" else self.format

@@ -9,6 +9,7 @@ from quantization_cases import TOKENS, quantized
 from small_model import SMALL, filled
 
 from coat_jax import quantization as q
+from coat_jax.numerics import four_bits
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -70,3 +71,24 @@ def test_dynamic_int8_is_as_near_as_theirs(tmp_path):
     )
     of_ours, of_theirs = distance(found, exact), distance(theirs, exact)
     assert 0.8 * of_theirs < of_ours < 1.25 * of_theirs
+
+
+FOUR = dataclasses.replace(CONFIG, width=128, heads=8, ffn=256, qkv_bias=False)
+
+
+@pytest.mark.parametrize("activations", ["none", "dynamic", "static"])
+def test_int4_weights_are_theirs_bit_for_bit(activations, tmp_path):
+    """Their layers say what they would multiply by; with rounded activations few codes differ."""
+    small = quantized(filled(FOUR), format="int4", activations=activations)
+    q.save(tmp_path, small)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    tokens = torch.tensor(TOKENS[0])
+    with torch.no_grad():
+        theirs = model(tokens).logits.numpy()
+    layer = model.model.layers[1].mlp.up_proj
+    weight = small.layers[1].mlp.up.weight()
+    expected = four_bits.values(weight.codes, weight.scale)
+    found = layer.weight.detach().to(torch.float32).numpy()
+    assert (found == np.asarray(expected)).all()
+    bound = 0.2 * distance(theirs, ours(filled(FOUR))) if activations != "none" else 1e-5
+    assert distance(ours(small), theirs) < bound
