@@ -8,9 +8,9 @@ the sum of the group's x. It reads half a byte for each parameter. For many rows
 expanded to FP8 codes, or to BF16 where its scales are any numbers, and multiplied as those are.
 """
 
-import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
@@ -76,7 +76,7 @@ def _few_rows(x: Float[Array, "M K"], weight: Weight) -> Float[Array, "M N"]:
         own = others[1].shape[0]  # channels of a shard
         spec = Spec(rows, own, shard.shape[1], part, SCHEDULE.rows, width)
         return {
-            "programs": -(-own // SCHEDULE.rows) * (shard.shape[1] // part),
+            "programs": -(-own // SCHEDULE.rows) * -(-shard.shape[1] // part),
             "warps": SCHEDULE.warps,
             "stages": SCHEDULE.stages,
             "SPEC": spec,
@@ -100,5 +100,8 @@ def _few_rows(x: Float[Array, "M K"], weight: Weight) -> Float[Array, "M N"]:
 
 def _groups_of_a_part(groups: int, blocks: int) -> int:
     """How many groups a program sums, so that there are enough programs."""
-    wanted = max(math.ceil(PROGRAMS / blocks), 1)
-    return next(d for d in range(groups // min(wanted, groups), 0, -1) if groups % d == 0)
+    part = max(groups * blocks // PROGRAMS, 1)
+    # On a mesh inputs may be sharded, into whole parts.
+    while jax.sharding.get_abstract_mesh().size > 1 and groups % part:
+        part += 1
+    return part

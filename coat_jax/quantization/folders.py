@@ -36,7 +36,7 @@ from coat_jax.nn.quantized import QuantizedLinear
 from coat_jax.numerics import eight_bits, four_bits
 from coat_jax.ops import Quantized
 from coat_jax.ops.quantized import require_groups
-from coat_jax.quantization import layout
+from coat_jax.quantization import foreign, layout
 from coat_jax.quantization.calibration import Ranges
 from coat_jax.quantization.projections import inference_config, is_quantized, plain_name
 from coat_jax.quantization.quantize import abstract, choose_schemes, round_weight, schemes_of
@@ -56,7 +56,7 @@ def load(folder: str | Path, config: Config | None = None, *, mesh: Mesh | None 
     """The quantized model in a folder.
 
     Args:
-        folder: written by `save`, or in the same layout by others.
+        folder: written by `save`, or in the same layout by others; or by AWQ or GPTQ in INT4.
         config: of the model; by default what config.json says. A variant may have another
             dtype, axes or context.
         mesh: to load it onto; by default the one that is set, if any.
@@ -69,8 +69,11 @@ def load(folder: str | Path, config: Config | None = None, *, mesh: Mesh | None 
             "`coat convert` makes a quantized model from others."
         )
     config = read_config(folder) if config is None else inference_config(config)
-    schemes = layout.from_json(config_json[layout.ENTRY], config)
-    tensors = tensors_in(folder, config, FLOATS | CODES)
+    quantization, tensors = config_json[layout.ENTRY], tensors_in(folder, config, FLOATS | CODES)
+    if isinstance(quantization, dict) and quantization.get("quant_method") in foreign.METHODS:
+        schemes, tensors = foreign.read(quantization, config, tensors)
+    else:
+        schemes = layout.from_json(quantization, config)
     needed = _specs(config, schemes, np.dtype(np.float32))
     lazy_arrays.require_same(
         folder,
@@ -78,9 +81,10 @@ def load(folder: str | Path, config: Config | None = None, *, mesh: Mesh | None 
         {name: _describe(one.shape, one.dtype) for name, one in tensors.items()},
     )
     for path, scheme in schemes.items():
-        scales = tensors[f"{layout.module_of(path)}.weight_scale"]
-        if scheme.format == "int4" and not four_bits.are_of_channel(jnp.asarray(scales.whole())):
-            schemes[path] = scheme._replace(zeros=True)
+        if scheme.format == "int4" and not scheme.zeros:
+            scales = tensors[f"{layout.module_of(path)}.weight_scale"].whole()
+            is_ours = four_bits.are_of_channel(jnp.asarray(scales))
+            schemes[path] = scheme._replace(zeros=not is_ours)
     graph, state = abstract(config, schemes, mesh=mesh)
     return lazy_arrays.fill(graph, state, _arrays(state, config, tensors))
 
@@ -105,6 +109,11 @@ def save(
     require_capability("quantization.save(folder, model)", model, "layers", "head_weight")
     if not is_quantized(model):
         raise ValueError("save writes a model that quantize() returned; hf.save writes others.")
+    if any(scheme.zeros for scheme in schemes_of(model).values()):
+        raise UserError(
+            "This model's INT4 weights have zeros, as AWQ and GPTQ make them, and the layout that "
+            "save writes has none. Quantize the model that it was made from."
+        )
     state, modules = nnx.state(model, nnx.Param), nnx.iter_modules(model)
     values = {plain_name(path): leaf[...] for path, leaf in nnx.to_flat_state(state)}
     values |= {path: m.weight() for path, m in modules if isinstance(m, QuantizedLinear)}
@@ -192,6 +201,8 @@ def _specs(config: Config, schemes: Mapping[str, Scheme], kind: np.dtype) -> dic
         groups = shape[1] // four_bits.GROUP if in_int4 else 1
         kind_of_scale = np.dtype(jnp.bfloat16 if in_int4 else np.float32)
         found[f"{module}.weight_scale"] = (shape[0], groups), kind_of_scale
+        if scheme.zeros:
+            found[f"{module}.weight_zero"] = (shape[0], groups), np.dtype(np.uint8)
         if scheme.activations == "static":
             found[f"{module}.input_scale"] = (1,), np.dtype(np.float32)
         if scheme.format == "int4" or layout.storage_of(scheme) == layout.PACKED:
@@ -236,6 +247,8 @@ def _arrays(state: Any, config: Config, tensors: Mapping[str, LazyArray]) -> dic
         match path[-1] if name != path else "":
             case "scale" if len(leaf.shape) == 2:
                 one = tensors[f"{module}.weight_scale"]
+            case "zero" if f"{module}.weight_zero" in tensors:
+                one = tensors[f"{module}.weight_zero"]
             case "zero":  # that of symmetric codes
                 zeros = np.full(leaf.shape, four_bits.ZERO, np.uint8)
                 one = LazyArray(zeros.shape, zeros.dtype, zeros.shape, zeros.__getitem__)

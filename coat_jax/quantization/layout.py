@@ -81,7 +81,7 @@ def from_json(data: Any, config: Config) -> dict[str, Scheme]:
         method = data.get("quant_method") if isinstance(data, Mapping) else data
         raise UserError(
             f"config.json: quantization by {brief(method)} is not supported: coat_jax reads "
-            f"{METHOD}."
+            f"{METHOD}, and awq and gptq in INT4."
         )
     for entry in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         if data.get(entry):

@@ -137,7 +137,7 @@ FOUR_BITS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        (lambda f: requantize(f, quant_method="gptq"), "quantization by 'gptq'"),
+        (lambda f: requantize(f, quant_method="bitnet"), "quantization by 'bitnet'"),
         (lambda f: requantize(f, config_groups=[]), "no config_groups"),
         (lambda f: requantize(f, kv_cache_scheme={"num_bits": 8}), "a kv_cache_scheme"),
         (lambda f: change_group(f, targets=None), "has targets=None"),

@@ -27,9 +27,10 @@ def few_rows_tile(
     is_channel, is_row = n < SPEC.channels, m < SPEC.rows
     of_codes = codes + n.to(tl.int64)[:, None] * (SPEC.inputs // 2) + k[None, :]
     of_x = x + m[None, :] * SPEC.inputs + k[:, None]
-    first = part * (SPEC.part // (2 * HALF))
+    of_part: tl.constexpr = SPEC.part // (2 * HALF)
+    first = part * of_part
     total = tl.zeros([HEIGHT, WIDTH], tl.float32)
-    for i in range(SPEC.part // (2 * HALF)):
+    for i in range(tl.minimum(of_part, groups - first)):
         group = first + i
         both = tl.load(of_codes + group * HALF, mask=is_channel[:, None], other=0)
         low = (both & 15).to(x.dtype.element_ty, bitcast=True)

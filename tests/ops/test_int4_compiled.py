@@ -1,0 +1,65 @@
+"""A linear layer in INT4 as compiled for Hopper: one kernel for few rows, FP8 for many."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hopper import COMPILED, kernel_calls
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from coat_jax import ops
+from experiments.hopper import OPTIONS, compile_for, hopper_mesh, there
+
+pytestmark = COMPILED
+
+K, N = 11008, 4096
+WHOLE = P()
+
+
+def program(rows, *, of_codes=WHOLE, devices=1):
+    mesh = hopper_mesh((devices,), ("x",))
+
+    def array(shape, dtype, spec=WHOLE):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    weight = ops.Quantized(
+        array((N, K // 2), jnp.uint8, of_codes), array((N, K // 128), jnp.bfloat16, of_codes)
+    )
+
+    def layer(x, weight):
+        return ops.quantized_linear(x, weight, implementation="triton")
+
+    inputs = P(None, *of_codes[1:2])
+    with there():
+        x = array((rows, K), jnp.bfloat16, inputs)
+        return compile_for(mesh, layer, x, weight, compiler_options=OPTIONS)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_few_rows_are_one_kernel_that_reads_the_codes(rows):
+    compiled = program(rows)
+    assert kernel_calls(compiled) == 1
+    assert "__cublas" not in compiled.as_text()
+    # Nothing as large as the weight is made.
+    assert compiled.memory_analysis().temp_size_in_bytes < K * N / 4
+
+
+def test_many_rows_are_one_product_in_fp8():
+    compiled = program(2048)
+    assert kernel_calls(compiled) == 0
+    assert compiled.as_text().count('custom_call_target="__cublas$lt$matmul$f8"') == 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "exchange"), [(P("x"), None), (P(None, "x"), "all-reduce")], ids=["outputs", "inputs"]
+)
+def test_devices_multiply_their_own_codes(spec, exchange):
+    compiled = program(4, of_codes=spec, devices=2)
+    assert kernel_calls(compiled) == 1
+    text = compiled.as_text()
+    assert (
+        f"u8[{N // 2 if exchange is None else N},{K // 2 if exchange is None else K // 4}]" in text
+    )
+    for kind in ("all-gather", "all-to-all", "collective-permute"):
+        assert f" {kind}(" not in text
+    assert ("all-reduce" in text) == (exchange is not None)
