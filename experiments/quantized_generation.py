@@ -1,7 +1,7 @@
 """How fast models generate in INT8 and FP8 beside BF16, and what memory they take.
 
     python -m experiments.quantized_generation                              on a GPU
-    python -m experiments.quantized_generation int8 bf16 --models llama_124m
+    python -m experiments.quantized_generation int8 bf16 --models llama_124m --cache int8
     python -m experiments.quantized_generation --models llama_tiny --prompt 16 --new 8    anywhere
 
 A case is a format and how activations are rounded, as in int8:static; the default is dynamic.
@@ -47,7 +47,12 @@ def main() -> None:
     for case in _run_all(options):
         cases.append(case)
         print(_line(case), flush=True)
-        figures = {"prompt": options.prompt, "new": options.new, "cases": cases}
+        figures = {
+            "prompt": options.prompt,
+            "new": options.new,
+            "cache": options.cache,
+            "cases": cases,
+        }
         records.write(options.out / "quantized_generation.json", figures)
 
 
@@ -60,6 +65,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--batches", nargs="+", type=int, default=BATCHES, help="how many texts at a time")
     add("--prompt", type=int, default=1024, help="tokens of each prompt")
     add("--new", type=int, default=64, help="tokens that are decoded after it")
+    add("--cache", choices=("int8", "fp8", "int4"), help="the format of keys and values")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser
 
@@ -70,7 +76,8 @@ def _run_all(options: argparse.Namespace) -> Iterator[Case]:
     for variables in [only([gpu]) for gpu in range(gpus)] or [{}]:
         idle.put(variables)
 
-    sizes = [f"--prompt={options.prompt}", f"--new={options.new}", "--batches"]
+    cache = [] if options.cache is None else [f"--cache={options.cache}"]
+    sizes = [*cache, f"--prompt={options.prompt}", f"--new={options.new}", "--batches"]
     sizes += map(str, options.batches)
 
     def run(work: tuple[str, str]) -> Case:
@@ -186,7 +193,8 @@ def _batch(model: Any, batch: int, options: argparse.Namespace) -> Case:
     slots = options.prompt + options.new
 
     def begin(state: Any, tokens: jax.Array, starts: jax.Array) -> Any:
-        logits, cache = prefill(nnx.merge(graph, state), tokens, starts, slots)
+        model = nnx.merge(graph, state)
+        logits, cache = prefill(model, tokens, starts, slots, cache=options.cache)
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
 
     def go_on(state: Any, tokens: jax.Array, cache: Any) -> Any:

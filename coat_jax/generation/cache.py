@@ -5,12 +5,13 @@
     text 1    e   f   g   h   i   j   -   -       starts at slot 0;  6 slots are filled
 
 All texts end at the same slot, so that a new token of each takes the same one: one write into
-the cache, wherever the texts began. A token's position is its slot less the text's start. A token
-sees the slots from its text's start to its own, or the last `window` of them.
+each array of the cache, wherever the texts began. A token's position is its slot less the text's
+start. A token sees the slots from its text's start to its own, or the last `window` of them.
 
 `prefill` runs the forward pass of training; the slots before a text are a segment of their own.
 `decode` computes the same for one new token of each text. Only the scales of FP8 products differ,
-because they come from fewer rows.
+because they come from fewer rows. With a `CacheFormat` it reads rounded keys and values, and
+`prefill` does not.
 """
 
 from collections.abc import Callable
@@ -21,30 +22,36 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from coat_jax import nn
 from coat_jax.models import Config, Llama
 from coat_jax.models.llama import shard_batch
 from coat_jax.nn.parameters import divides_evenly
+from coat_jax.numerics.cache_formats import CacheFormat
 
 
 class Cache(NamedTuple):
     """The past of a batch of texts, in T slots.
 
     Attributes:
-        past: keys and values of all layers, in the model's dtype.
+        past: keys and values of all layers, in the model's dtype or a `CacheFormat`.
         starts: the first slot of each text.
         filled: how many slots are taken, from the first on.
     """
 
-    past: nn.Past  # [L, B, T, K, H] each
+    past: nn.Past  # codes [L, B, K, T, H]
     starts: Int[Array, " B"]
     filled: Int[Array, ""]
 
 
 def prefill(
-    model: Any, tokens: Int[Array, "B S"], starts: Int[Array, " B"], slots: int, *images: Array
+    model: Any,
+    tokens: Int[Array, "B S"],
+    starts: Int[Array, " B"],
+    slots: int,
+    *images: Array,
+    cache: CacheFormat | None = None,
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Returns the logits after the last token of each text, and a cache with room for more.
 
@@ -54,15 +61,17 @@ def prefill(
         starts: where they begin; what stands before is ignored.
         slots: of the cache, S or more.
         *images: those of all texts, if the model sees images.
+        cache: the format of keys and values; by default they have the model's dtype.
     """
     decoder, length = model.decoder, tokens.shape[1]
     places = jnp.arange(length) - starts[:, None]
     positions, segments = jnp.maximum(places, 0), (places >= 0).astype(jnp.int32)
 
-    def layer(block: nn.TransformerBlock, x: Array, _: None) -> tuple[Array, nn.Past]:
-        return block.prefill(x, positions, segments)
+    def layer(block: nn.TransformerBlock, x: Array, number: Any) -> tuple[Array, nn.Past]:
+        del number
+        return block.prefill(x, positions, segments, cache)
 
-    x, new = _run_layers(decoder, model.embed_tokens(tokens, *images), None, layer)
+    x, new = _run_layers(decoder, model.embed_tokens(tokens, *images), layer)
     past = jax.tree.map(lambda n: _pad(n, slots, decoder.config), new)
     logits = decoder.logits(decoder.norm(x[:, -1:]))[:, 0]
     return logits, Cache(past, starts, jnp.int32(length))
@@ -80,17 +89,16 @@ def decode(
     """
     slot, past = cache.filled, cache.past
     positions = (slot - cache.starts)[:, None]
-    places = jnp.arange(past.keys.shape[2])
-    visible = (places >= cache.starts[:, None]) & (places <= slot)
+    first = cache.starts
     if model.config.window is not None:
-        visible &= places > slot - model.config.window
+        first = jnp.maximum(first, slot - model.config.window + 1)
 
-    def layer(block: nn.TransformerBlock, x: Array, past: nn.Past) -> tuple[Array, nn.Past]:
-        return block.decode(x, positions, past, slot, visible)
+    def layer(block: nn.TransformerBlock, x: Array, number: Any) -> tuple[Array, nn.Past]:
+        return block.decode(x, positions, past, number, first, slot)
 
-    x, new = _run_layers(model, model.embed_tokens(tokens[:, None]), past, layer)
+    x, new = _run_layers(model, model.embed_tokens(tokens[:, None]), layer)
     past = jax.tree.map(
-        lambda old, one: lax.dynamic_update_slice_in_dim(old, one, slot, axis=2), past, new
+        lambda old, one: lax.dynamic_update_slice_in_dim(old, one, slot, axis=3), past, new
     )
     return model.logits(model.norm(x))[:, 0], Cache(past, cache.starts, slot + 1)
 
@@ -99,32 +107,33 @@ Layer = Callable[[nn.TransformerBlock, Array, Any], tuple[Array, nn.Past]]
 
 
 def _run_layers(
-    model: Llama, x: Float[Array, "B S D"], past: nn.Past | None, layer: Layer
+    model: Llama, x: Float[Array, "B S D"], layer: Layer
 ) -> tuple[Float[Array, "B S D"], nn.Past]:
     """Returns the residual stream after all layers, and their new keys and values, stacked."""
     config = model.config
 
-    def step(x: Array, block: nn.TransformerBlock, past: nn.Past | None) -> tuple[Array, nn.Past]:
-        x, new = layer(block, x, past)
+    def step(x: Array, block: nn.TransformerBlock, number: Any) -> tuple[Array, nn.Past]:
+        x, new = layer(block, x, number)
         return shard_batch(x, config.batch_axes), new
 
     if config.scan:
         graph, stacked = nnx.split(model.layers)
-        return lax.scan(lambda x, of: step(x, nnx.merge(graph, of[0]), of[1]), x, (stacked, past))
+        layers = stacked, jnp.arange(config.layers)
+        return lax.scan(lambda x, of: step(x, nnx.merge(graph, of[0]), of[1]), x, layers)
     news = []
     for i, block in enumerate(model.layers):
-        x, new = step(x, block, jax.tree.map(lambda a, i=i: a[i], past))
+        x, new = step(x, block, i)
         news.append(new)
     return x, jax.tree.map(lambda *of: jnp.stack(of), *news)
 
 
-def _pad(new: Float[Array, "L B S K H"], slots: int, config: Config) -> Float[Array, "..."]:
+def _pad(new: Shaped[Array, "L B K S *H"], slots: int, config: Config) -> Shaped[Array, "..."]:
     """Appends empty slots, and shards the result as batches and heads are sharded."""
-    empty = slots - new.shape[2]
-    padded = jnp.pad(new, [(0, empty if axis == 2 else 0) for axis in range(new.ndim)])
+    empty = slots - new.shape[3]
+    padded = jnp.pad(new, [(0, empty if axis == 3 else 0) for axis in range(new.ndim)])
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return padded
     tensor = config.axes.tensor if divides_evenly(config.kv_heads, config.axes.tensor) else None
-    spec = PartitionSpec(None, config.batch_axes or None, None, tensor)
+    spec = PartitionSpec(None, config.batch_axes or None, tensor)
     return lax.with_sharding_constraint(padded, spec)

@@ -26,6 +26,7 @@ from coat_jax.generation.cache import Cache, decode, prefill
 from coat_jax.generation.sampling import Sampling, choose
 from coat_jax.models.batches import NOT_NUMBERS, padded_length, padded_rows, require_known
 from coat_jax.models.protocol import require_capability
+from coat_jax.numerics.cache_formats import CacheFormat, require_cache_format
 from coat_jax.printable import amount
 from coat_jax.validation import Count, require
 
@@ -46,6 +47,7 @@ def stream(
     stops: Sequence[int] = (),
     first: int = 0,
     images: Sequence[Sequence[np.ndarray]] | None = None,
+    cache: CacheFormat | None = None,
 ) -> Iterator[list[list[int]]]:
     """Yields lists of new tokens, one for each prompt, until all texts have ended.
 
@@ -59,9 +61,12 @@ def stream(
         first: the number of the first prompt. A prompt's tokens depend on its number, not on
             the prompts beside it.
         images: of each prompt, for a model that sees images: as `ImageFormat.pixels` returns them.
+        cache: how keys and values of past tokens are stored: "int8", "fp8", "int4", or None for the
+            model's dtype.
     """
     require_capability("coat.generation", model, "embed_tokens", "decoder")
     require_prompts(model.config, prompts, max_tokens=max_tokens)
+    require_cache_format(cache, model.decoder.config.head_dim)
     context = model.config.context
     lengths = [len(prompt) for prompt in prompts]
     limits = [min(int(max_tokens), context - length) for length in lengths]
@@ -80,7 +85,7 @@ def stream(
     settings = sampling, ends, *nnx.split(model.decoder)
 
     def chunks() -> Iterator[list[list[int]]]:
-        chunk, session = _begin(sampling, ends, *nnx.split(model), slots, *inputs)
+        chunk, session = _begin(sampling, ends, *nnx.split(model), slots, cache, *inputs)
         for _ in range(math.ceil((max(limits) - 1) / CHUNK)):
             following, session = _continue(*settings, session)
             new = _lists(chunk, len(prompts))
@@ -129,21 +134,22 @@ class _Session(NamedTuple):
     numbers: Int[Array, " B"]
 
 
-@partial(jax.jit, static_argnums=(0, 2, 4))
+@partial(jax.jit, static_argnums=(0, 2, 4, 5))
 def _begin(
     sampling: Sampling,
     stops: Int[Array, " E"],
     graph: Any,
     state: Any,
     slots: int,
+    cache: CacheFormat | None,
     tokens: Int[Array, "B S"],
     starts: Int[Array, " B"],
     remaining: Int[Array, " B"],
     numbers: Int[Array, " B"],
     *images: UInt8[Array, "B I H W 3"],
 ) -> tuple[Int[Array, "B 1"], _Session]:
-    logits, cache = prefill(nnx.merge(graph, state), tokens, starts, slots, *images)
-    session = _Session(cache, tokens[:, -1], remaining, numbers)
+    logits, begun = prefill(nnx.merge(graph, state), tokens, starts, slots, *images, cache=cache)
+    session = _Session(begun, tokens[:, -1], remaining, numbers)
     new, session = _choose_next(sampling, stops, logits, session)
     return new[:, None], session
 

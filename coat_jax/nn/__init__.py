@@ -14,7 +14,7 @@ A module's `precision` says what is FP8; see `coat.Precision`. `convert` goes th
 (`children`) and changes what is `convertible`; the `plan` says what becomes of each module.
 """
 
-from coat_jax.nn.attention import Attention, Past, attention_fn
+from coat_jax.nn.attention import Attention, attention_fn
 from coat_jax.nn.block import TransformerBlock
 from coat_jax.nn.bytes_saved import saved_bytes
 from coat_jax.nn.convert import convert, plan_conversion
@@ -26,6 +26,7 @@ from coat_jax.nn.norm import LayerNorm, RMSNorm
 from coat_jax.nn.parameters import MeshAxes
 from coat_jax.nn.plan import Decision, Plan
 from coat_jax.nn.quantized import QuantizedLinear
+from coat_jax.ops import Past
 
 __all__ = [
     "MLP",

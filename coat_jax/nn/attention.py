@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from coat_jax import ops, probes
 from coat_jax.errors import UserError
@@ -22,16 +21,11 @@ from coat_jax.nn.parameters import (
     vector,
     weight,
 )
+from coat_jax.numerics.cache_formats import CacheFormat, encode_heads, format_of_cache
+from coat_jax.ops import Past
 from coat_jax.ops.definition import restore, save_array
 from coat_jax.ops.rotary import join_heads, split_heads
 from coat_jax.precision import COAT, Precision, precision_of
-
-
-class Past(NamedTuple):
-    """Keys and values of T tokens as attention reads them: normalized, rotated and rounded."""
-
-    keys: Float[Array, "B T K H"]
-    values: Float[Array, "B T K H"]
 
 
 class Attention(nnx.Module):
@@ -134,40 +128,38 @@ class Attention(nnx.Module):
         x: Float[Array, "B S D"],
         positions: Int[Array, "*B S"] | None = None,
         segments: Int[Array, "B S"] | None = None,
+        cache: CacheFormat | None = None,
     ) -> tuple[Float[Array, "B S D"], Past]:
-        """As `__call__`; also returns the keys and values of these tokens, for `decode`."""
+        """As `__call__`; also returns keys and values with codes [B, K, S, H], for `decode`."""
         y, k, v = self._attend(x, positions, segments)
-        return y, Past(self._round(k), self._round(v))
+        return y, self._store(k, v, cache)
 
     def decode(
         self,
         x: Float[Array, "B 1 D"],
         positions: Int[Array, "B 1"],
         past: Past,
-        slot: Int[Array, ""],
-        visible: Bool[Array, "B T"],
+        layer: Int[Array, ""] | int,
+        first: Int[Array, " B"],
+        filled: Int[Array, ""],
     ) -> tuple[Float[Array, "B 1 D"], Past]:
-        """Attends from one new token of each sequence, which takes a slot of the past.
+        """Attends from one new token of each sequence to itself and to earlier ones.
 
         Args:
             x: the residual stream.
             positions: of the new tokens.
-            past: of all slots, filled or not.
-            slot: where the new tokens' keys and values belong.
-            visible: the slots that each new token attends to: its own, and earlier ones of its text
-                within the window. This is the only mask.
+            past: of all layers, codes [L, B, K, T, H].
+            layer: the number of this one.
+            first: the first slot that each new token attends to, within the window.
+            filled: the slot after the last one. These are the only masks.
 
         Returns:
-            The residual stream, and the keys and values of the new tokens.
+            The residual stream, and the keys and values of the new tokens, codes [B, K, 1, H].
         """
-        x, *heads = self._heads(x, positions)
-        q, k, v = map(self._round, heads)
-        new = Past(k, v)
-        keys, values = (
-            lax.dynamic_update_slice_in_dim(old, one.astype(old.dtype), slot, axis=1)
-            for old, one in zip(past, new, strict=True)
-        )
-        o = self._round(ops.attention_to_past(q, keys, values, visible))
+        x, q, k, v = self._heads(x, positions)
+        new = self._store(k, v, format_of_cache(past.keys))
+        how = first, filled
+        o = self._round(ops.attention_to_past(self._round(q), past, new, *how, layer=layer))
         y = self._project_out(join_heads(o))
         return x + y if self.residual else y, new
 
@@ -208,6 +200,12 @@ class Attention(nnx.Module):
         if self.precision.exact_forward:
             return y
         return restore(save_array(y, self.precision.forward, block), y.dtype, block)
+
+    def _store(
+        self, k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], cache: CacheFormat | None
+    ) -> Past:
+        """Keys and values in a format of caches."""
+        return Past(*(encode_heads(jnp.swapaxes(self._round(y), 1, 2), cache) for y in (k, v)))
 
     def _heads(self, x: Float[Array, "B S D"], positions: Int[Array, "*B S"] | None) -> Any:
         """x for the residual sum; queries, keys and values, normalized and rotated."""

@@ -5,12 +5,14 @@ norms after      x = x + norm(attention(x))     x = x + norm(mlp(x))       OLMo 
 """
 
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from coat_jax import probes
-from coat_jax.nn.attention import Attention, Past
+from coat_jax.nn.attention import Attention
 from coat_jax.nn.mlp import MLP, GatedMLP
 from coat_jax.nn.norm import AnyNorm
+from coat_jax.numerics.cache_formats import CacheFormat
+from coat_jax.ops import Past
 
 
 class TransformerBlock(nnx.Module):
@@ -60,9 +62,10 @@ class TransformerBlock(nnx.Module):
         x: Float[Array, "B S D"],
         positions: Int[Array, "*B S"] | None = None,
         segments: Int[Array, "B S"] | None = None,
+        cache: CacheFormat | None = None,
     ) -> tuple[Float[Array, "B S D"], Past]:
         """As `__call__`; also returns the keys and values of these tokens, for `decode`."""
-        y, new = self.attention.prefill(x, positions, segments)
+        y, new = self.attention.prefill(x, positions, segments, cache)
         return self._after(x, y), new
 
     def decode(
@@ -70,11 +73,12 @@ class TransformerBlock(nnx.Module):
         x: Float[Array, "B 1 D"],
         positions: Int[Array, "B 1"],
         past: Past,
-        slot: Int[Array, ""],
-        visible: Bool[Array, "B T"],
+        layer: Int[Array, ""] | int,
+        first: Int[Array, " B"],
+        filled: Int[Array, ""],
     ) -> tuple[Float[Array, "B 1 D"], Past]:
         """One new token of each sequence; see `Attention.decode`."""
-        y, new = self.attention.decode(x, positions, past, slot, visible)
+        y, new = self.attention.decode(x, positions, past, layer, first, filled)
         return self._after(x, y), new
 
     def _after(self, x: Float[Array, "B S D"], y: Float[Array, "B S D"]) -> Float[Array, "B S D"]:

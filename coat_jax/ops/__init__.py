@@ -20,6 +20,7 @@ Inside `jax.shard_map` they need `check_vma=False`.
 """
 
 from coat_jax.kernels.activation import ACTIVATIONS
+from coat_jax.kernels.attention_to_past import Past
 from coat_jax.kernels.norm import Norm
 from coat_jax.ops.activation import activate
 from coat_jax.ops.attention import attention, attention_linear
@@ -46,6 +47,7 @@ __all__ = [
     "Frozen",
     "Llama3Scaling",
     "Norm",
+    "Past",
     "Quantized",
     "Rotary",
     "TileLists",

@@ -1,40 +1,78 @@
-"""Attention of one new token in each sequence to all tokens before it.
+"""Attention of one new token in each text to all tokens before it, for generation.
 
-    o = softmax(q k^T / sqrt(H)) v        over the slots that are visible
+    o = softmax(q k^T / sqrt(H)) v        over the slots from `first` to before `filled`, and itself
 
-Keys and values of all slots have been computed before. This is for generation: one row of scores
-per head is small, so nothing is fused, and without a backward pass nothing is saved.
+Keys and values of these slots were stored before, in a format of `numerics.cache_formats`. They are
+only read: the new token's own are given beside them, also as they are stored, so that what a token
+says does not depend on when it is read. There is no backward pass.
 """
 
 import jax
-from jaxtyping import Array, Bool, Float
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
-from coat_jax.ops.attention import dot_product_attention, require_heads
+from coat_jax.kernels import attention_to_past as kernels
+from coat_jax.kernels.attention_to_past import Past
+from coat_jax.kernels.dispatch import Implementation, choose
+from coat_jax.ops.checks import require_number, require_real
 
 
 def attention_to_past(
     q: Float[Array, "B 1 N H"],
-    keys: Float[Array, "B T K H"],
-    values: Float[Array, "B T K H"],
-    visible: Bool[Array, "B T"],
+    past: Past,
+    new: Past,
+    first: Int[Array, " B"],
+    filled: Int[Array, ""],
     *,
+    layer: Int[Array, ""] | int = 0,
     scale: float | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "B 1 N H"]:
     """Scaled dot-product attention of the newest token.
 
     Args:
         q: queries of N heads.
-        keys: of K heads, where K divides N: each serves N / K query heads.
-        values: of K heads.
-        visible: the slots that the token attends to; at least one in each sequence.
+        past: codes [L, B, K, T, H], of L layers and T slots, where K divides N: each head of keys
+            serves N / K query heads.
+        new: codes [B, K, 1, H] of the new tokens themselves, stored in the same format.
+        first: the first slot that each new token attends to.
+        filled: how many slots are taken, from the first on. Later ones are not read.
+        layer: the one whose past is read.
         scale: of the scores, 1 / sqrt(H) by default.
+        implementation: "xla", which decodes all slots, "triton", or None to choose by the device.
+            Heads of other widths than 64 and 128 run through XLA in each case.
     """
-    require_heads("attention_to_past", q, keys, values)
-    slots = jax.typeof(visible).shape
-    if q.shape[1] != 1 or slots != keys.shape[:2]:
+    require_real("attention_to_past", q)
+    shapes = [tuple(jax.typeof(stored.codes).shape) for stored in (*past, *new)]
+    formats = [jax.tree.map(lambda x: x.dtype, stored) for stored in (*past, *new)]
+    fit = q.ndim == 4 and _fit(q.shape, shapes, packed=past.keys.zero is not None)
+    if not fit or jnp.shape(first) != q.shape[:1]:
         raise ValueError(
-            "attention_to_past takes q [B, 1, N, H] and visible [B, T] for keys [B, T, K, H], not "
-            f"{q.shape}, {slots} and {keys.shape}."
+            "attention_to_past takes q [B, 1, N, H], a past with codes [L, B, K, T, H], new ones "
+            "[B, K, 1, H] and first [B], where K divides N and INT4 codes have H / 2 columns, not "
+            f"{q.shape}, {shapes[:2]}, {shapes[2:]} and {jnp.shape(first)}."
         )
-    mask = visible[:, None, None, :]
-    return dot_product_attention(q, keys, values, mask=mask, scale=scale, implementation="xla")
+    if any(format != formats[0] for format in formats):
+        raise ValueError(
+            "attention_to_past takes keys and values, past and new, that are stored in one format, "
+            f"not {formats}."
+        )
+    if scale is None:
+        scale = q.shape[3] ** -0.5
+    else:
+        require_number("scale", scale)
+    runs_kernel = choose(implementation) == "triton" and q.shape[3] in kernels.WIDTHS
+    attend = kernels.attend if runs_kernel else kernels.attend_reference
+    grouped = q.reshape(q.shape[0], shapes[0][2], -1, q.shape[3])
+    # Past the last slot there is none to read.
+    filled = jnp.minimum(filled, shapes[0][3])
+    layer, first, filled = (jnp.asarray(n, jnp.int32) for n in (layer, first, filled))
+    return attend(grouped, past, new, layer, first, filled, float(scale)).reshape(q.shape)
+
+
+def _fit(q: tuple[int, ...], codes: list[tuple[int, ...]], *, packed: bool) -> bool:
+    """Whether queries can attend to keys and values of these shapes."""
+    (batch, tokens, heads, width), past = q, codes[0]
+    one = (batch, past[2], 1, width // 2 if packed else width) if len(past) == 5 else ()
+    fit = codes == [past, past, one, one] and (*past[1:3], 1, past[4]) == one
+    return fit and tokens == 1 and past[2] > 0 and heads % past[2] == 0 and width > 0

@@ -74,6 +74,17 @@ def test_the_prompt_and_what_a_checkpoint_says(run, arguments, seed, capsys):
     assert "s until the first, then" in said.err
 
 
+def test_the_cache_has_the_format_that_is_asked_for(run, capsys):
+    """In INT4 the text is another one; a choice that does not exist is refused."""
+    model = filled(CONFIG, seed=1)
+    text, other = (continuation_of(model, "def ", cache=cache)[0] for cache in ("int4", None))
+    assert text != other
+    assert coat(run, "--prompt", "def ", "--cache", "int4", *GREEDY) == 0
+    assert capsys.readouterr().out == f"def {text}\n"
+    assert coat(run, "--prompt", "def ", "--cache", "int5") == 2
+    assert "choose from" in capsys.readouterr().err
+
+
 def test_texts_end_with_a_stop_token(run, capsys):
     (text,) = continuation_of(filled(CONFIG, seed=1), "def ")
     stop = next(letter for letter in text[1:] if letter.isascii() and letter != text[0])

@@ -48,7 +48,7 @@ def logits_at_once(model):
     return np.stack([row[n - 1 : n + NEW] for row, n in zip(logits, LENGTHS, strict=True)])
 
 
-def logits_one_by_one(model, *, slots=32):
+def logits_one_by_one(model, *, slots=32, cache=None):
     """Likewise, from a cache: all beginnings in one batch, then one token at a time."""
     graph, state = nnx.split(model)
     starts = max(LENGTHS) - np.array(LENGTHS)
@@ -59,9 +59,9 @@ def logits_one_by_one(model, *, slots=32):
 
     def run(state, tokens, starts, following):
         model = nnx.merge(graph, state)
-        logits, cache = prefill(model, tokens, starts, slots)
-        cache, more = jax.lax.scan(lambda c, new: decode(model, new, c)[::-1], cache, following)
-        return jnp.concatenate([logits[None], more]).swapaxes(0, 1), cache
+        logits, begun = prefill(model, tokens, starts, slots, cache=cache)
+        ended, more = jax.lax.scan(lambda c, new: decode(model, new, c)[::-1], begun, following)
+        return jnp.concatenate([logits[None], more]).swapaxes(0, 1), ended
 
-    logits, cache = jax.jit(run, compiler_options=QUICK)(state, tokens, starts, following)
-    return np.asarray(logits), cache
+    logits, ended = jax.jit(run, compiler_options=QUICK)(state, tokens, starts, following)
+    return np.asarray(logits), ended

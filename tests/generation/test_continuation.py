@@ -13,7 +13,7 @@ from model_cases import AXES, automatic_mesh
 from small_model import QUICK, filled
 
 from coat_jax.errors import UserError
-from coat_jax.generation import continuation
+from coat_jax.generation import continuation, decode, prefill
 from coat_jax.generation.continuation import CHUNK, generate, stream
 from coat_jax.generation.sampling import Sampling
 
@@ -42,6 +42,29 @@ def test_greedy_tokens_are_those_of_a_loop_over_the_training_forward():
     wanted = [naive(prompt, 20) for prompt in PROMPTS]
     assert generate(MODEL, PROMPTS, max_tokens=20, sampling=GREEDY) == wanted
     assert len({tuple(text) for text in wanted}) == 3
+
+
+def test_tokens_are_chosen_with_a_cache_of_the_format():
+    """In INT4 they are others than without."""
+    graph, state = nnx.split(MODEL)
+    (prompt, *_), count = PROMPTS, 20
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def likeliest(state, tokens, starts):
+        model = nnx.merge(graph, state)
+        logits, past = prefill(model, tokens, starts, 64, cache="int4")
+
+        def step(carry, _):
+            new, past = carry
+            logits, past = decode(model, new, past)
+            return (jnp.argmax(logits, -1), past), new
+
+        return jax.lax.scan(step, (jnp.argmax(logits, -1), past), length=count)[1]
+
+    wanted = likeliest(state, np.array([prompt]), np.array([0]))[:, 0].tolist()
+    settings = {"max_tokens": count, "sampling": GREEDY}
+    assert generate(MODEL, [prompt], **settings, cache="int4") == [wanted]
+    assert generate(MODEL, [prompt], **settings) != [wanted]
 
 
 def test_a_text_does_not_depend_on_those_beside_it():
@@ -128,6 +151,7 @@ NO_TOKENS = r"The prompt has .* for tokens: a text is a list of whole"
         ([[1, 256]], {}, "The prompt has token 256, outside the model's vocabulary of 256"),
         ([[-1]], {}, "token -1, outside"),
         ([[1]], {"max_tokens": 0}, "max_tokens=0 must be a whole number from 1 to 2,147,483,647"),
+        ([[1]], {"cache": "int5"}, "cache='int5' must be one of"),
         *(([prompt], {}, NO_TOKENS) for prompt in ([1.5], [True], [[1]], [None], "text")),
     ],
 )

@@ -22,6 +22,7 @@ from ops_cases import (
 
 import coat_jax as coat
 from coat_jax import ops
+from coat_jax.numerics.cache_formats import decode_heads, encode_heads
 from coat_jax.numerics.formats import E4M3
 
 B, S, H = 2, 7, 24
@@ -110,13 +111,30 @@ def test_attention_linear_is_attention_then_linear(name):
     same_gradients(f, composed, *qkv(), weight(2, 4 * H, 10), draw(3, (10,)))
 
 
-def test_attention_of_the_newest_token_is_softmax_over_its_visible_slots():
-    q, keys, values = draw(1, (2, 1, 4, 16), (2, 5, 2, 16), (2, 5, 2, 16))
-    visible = np.array([[True] * 5, [False, True, True, False, True]])
-    keys_of_heads, values_of_heads = (np.repeat(x, 2, axis=2) for x in (keys, values))
-    for scale in (None, 0.5):
-        scores = np.einsum("bnh,bknh->bnk", q[:, 0], keys_of_heads) * (scale or 16**-0.5)
+@pytest.mark.parametrize("cache", [None, "int8", "fp8", "int4"])
+def test_attention_of_the_newest_token_is_softmax_over_visible_slots_and_itself(cache):
+    """Of what is stored, its own key and value as well as those of others."""
+    q, *numbers = draw(1, (2, 1, 4, 16), *[(3, 2, 2, 5, 16)] * 2, *[(2, 2, 1, 16)] * 2)
+    stored = [encode_heads(x, cache) for x in numbers]
+    past, new = ops.Past(*stored[:2]), ops.Past(*stored[2:])
+    keys, values, own_key, own_value = (decode_heads(x, jnp.float32) for x in stored)
+    first, filled, visible = np.int32([0, 2]), 4, np.ones((2, 6), bool)
+    visible[1, :2] = visible[:, filled:5] = False
+    for scale, layer in ((None, 2), (0.5, 1)):
+        k, v = (
+            np.repeat(np.concatenate([of_past[layer], own], axis=2), 2, axis=1)
+            for of_past, own in ((keys, own_key), (values, own_value))
+        )
+        scores = np.einsum("bnh,bnth->bnt", q[:, 0], k) * (scale or 16**-0.5)
         scores = np.where(visible[:, None], scores, -np.inf)
-        wanted = jnp.einsum("bnk,bknh->bnh", jax.nn.softmax(scores), values_of_heads)
-        past = jax.jit(partial(ops.attention_to_past, scale=scale))
-        assert_close(past(q, keys, values, visible)[:, 0], wanted)
+        wanted = jnp.einsum("bnt,bnth->bnh", jax.nn.softmax(scores), v)
+        attend = jax.jit(partial(ops.attention_to_past, scale=scale))
+        assert_close(attend(q, past, new, first, filled, layer=layer)[:, 0], wanted)
+
+
+def test_past_the_last_slot_there_is_none_to_read():
+    q, *numbers = draw(1, (2, 1, 4, 16), *[(1, 2, 2, 5, 16)] * 2, *[(2, 2, 1, 16)] * 2)
+    stored = [encode_heads(x, None) for x in numbers]
+    past, new, first = ops.Past(*stored[:2]), ops.Past(*stored[2:]), np.zeros(2, np.int32)
+    both = (ops.attention_to_past(q, past, new, first, filled) for filled in (5, 9))
+    np.testing.assert_array_equal(*both)

@@ -10,6 +10,7 @@ import pytest
 
 import coat_jax as coat
 from coat_jax import ops
+from coat_jax.numerics.cache_formats import StoredHeads
 
 
 def ones(*shape, dtype=np.float32):
@@ -21,6 +22,7 @@ X = ones(2, 5, 13)
 W = ones(13, 29)
 DOWN = ones(29, 13)
 HEADS = ones(2, 5, 4, 8)
+PAST = ones(1, 2, 4, 5, 8)
 NORM = ops.Norm()
 WIDE_NORM = ops.Norm(ones(14))
 INTEGERS = ones(2, 5, 13, dtype=np.int32)
@@ -61,8 +63,9 @@ def attention_linear(w, *bias, q=HEADS, **settings):
     return partial(ops.attention_linear, q, HEADS, HEADS, w, *bias, **settings)
 
 
-def to_past(q=HEADS[:, :1], k=HEADS, visible=LABELS == 0):
-    return partial(ops.attention_to_past, q, k, HEADS, visible)
+def to_past(q=HEADS[:, :1], past=PAST, new=PAST[0, ..., :1, :], first=PLACES[:2], **settings):
+    both = (ops.Past(*[StoredHeads(x)] * 2) for x in (past, new))
+    return partial(ops.attention_to_past, q, *both, first, 3, **settings)
 
 
 def norm_qkv(x=X, norm=NORM, weights=THIN, head_dim=8, **settings):
@@ -122,7 +125,22 @@ VALUES = [
     (attention(*[ones(2, 5, 4, 12)] * 3, backend="cudnn"), "a multiple of 8, not 12"),
     (attention_linear(ones(8, 29)), r"attention_linear got an input with 32 columns .*\(8, 29\)"),
     (attention_linear(ones(32, 29), ones(32)), r"bias of shape \(32,\).*should be \(29,\)"),
-    (to_past(q=HEADS[0, :1]), r"past takes q \[B, S, N, H\].* not \(1, 4, 8\), \(2, 5, 4, 8\)"),
+    *(
+        (to_past(**wrong), r"past takes q \[B, 1, N, H\], a past with codes \[L, B, K, T, H\], new")
+        for wrong in (
+            {"q": HEADS[0, :1]},
+            {"q": HEADS[:, :2]},
+            {"q": HEADS[:, :1, :3]},
+            {"q": HEADS[:1, :1]},
+            {"past": PAST[0]},
+            {"past": PAST[..., :4]},
+            {"new": PAST[0]},
+            {"first": PLACES[:3]},
+        )
+    ),
+    (to_past(past=PAST.astype(np.float16)), "that are stored in one format, not .*float16"),
+    (to_past(scale=float("inf")), "scale=inf must be finite"),
+    (to_past(implementation="cuda"), 'implementation must be None, "xla" or "triton"'),
     (norm_qkv(head_dim=0), "whole heads of head_dim=0"),
     (norm_qkv(head_dim=7), r"three weights to whole heads of head_dim=7, not \[\(13, 8\)"),
     (norm_qkv(weights=THIN[:2]), "three weights to whole heads of head_dim=8"),
@@ -220,7 +238,7 @@ TYPES = [
             cross_entropy(hidden=None),
             freeze(None),
             quantize(None),
-            to_past(k=None),
+            to_past(q=None),
             dot_general([[1.0]], W, ONE_AXIS),
             einsum("bd,df->bf", X[0], None),
             mlp(up=None),
@@ -248,7 +266,6 @@ TYPES = [
         for call in (
             attention(segments=[[0] * 5] * 2),
             rotate(HEADS, [0] * 5, ops.Rotary()),
-            to_past(visible=None),
         )
     ),
 ]

@@ -14,6 +14,7 @@ from ops_cases import assert_close, distance, draw, same_gradients
 
 import coat_jax as coat
 from coat_jax import ops
+from coat_jax.numerics.cache_formats import encode_heads
 
 B, S, N, K, H = 2, 6, 4, 2, 8
 
@@ -146,5 +147,7 @@ def test_fp16_on_a_cpu_is_that_of_fp32_rounded():
     wanted = ops.attention(*(x.astype("float32") for x in (q, k, v)), precision="bf16")
     assert got.dtype == jnp.float16
     np.testing.assert_array_equal(got, wanted.astype("float16"))
-    one = ops.attention_to_past(q[:, :1], k, v, jnp.ones((2, 5), bool))
+    stored = ops.Past(*(encode_heads(jnp.swapaxes(x, 1, 2), None) for x in (k, v)))
+    past, new = (jax.tree.map(of, stored) for of in (lambda x: x[None], lambda x: x[:, :, :1]))
+    one = ops.attention_to_past(q[:, :1], past, new, jnp.zeros(2, jnp.int32), 5)
     assert one.dtype == jnp.float16

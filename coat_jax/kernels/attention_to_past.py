@@ -1,0 +1,119 @@
+"""Attention of one new token to a stored past: what `ops.attention_to_past` computes with.
+
+    o = sum_i w_i o_i / sum_i w_i        w_i = 2^log_sums_i
+
+over parts i of the slots, so that few texts and heads occupy a whole GPU, too, and over the new
+token itself. The kernel computes o_i of the parts and the base-2 logarithms of their sums of
+exponentials; XLA adds them up, always in the same order.
+
+The kernel reads the keys and values of all layers: to slice out those of one, XLA would copy them.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from coat_jax.kernels.sharding import launch_sharded
+from coat_jax.numerics.cache_formats import StoredHeads, decode_heads
+
+WIDTHS = (64, 128)  # of heads, in the kernel
+LOG2_E = 1.4426950408889634
+# Not tuned: they have not run on a GPU yet.
+BLOCK = 64  # slots of a step
+PROGRAMS = 528  # at least, where there are enough slots: 4 for each SM of an H100
+WARPS, STAGES = 4, 3
+
+CODES, SCALE = "!l b k !t !c", "!l b k !t"
+
+
+class Past(NamedTuple):
+    """Stored keys and values as attention reads them: normalized, rotated and rounded."""
+
+    keys: StoredHeads
+    values: StoredHeads
+
+
+class Spec(NamedTuple):
+    """The constants of the kernel."""
+
+    parts: int
+    samples: int  # texts x KV heads
+    heads: int  # for keys and values
+    group: int  # of query heads that share a KV head
+    rows: int  # group, and empty ones
+    width: int  # of a head
+    slots: int
+    block: int
+    scaled: bool  # whether codes have a scale
+    packed: bool  # whether a byte has two codes, and codes have a zero point
+    factor: float  # of q k, so that 2^(q k factor) is proportional to probabilities
+
+
+def attend(
+    q: Float[Array, "B K G H"],
+    past: Past,
+    new: Past,
+    layer: Int32[Array, ""],
+    first: Int32[Array, " B"],
+    filled: Int32[Array, ""],
+    scale: float,
+) -> Float[Array, "B K G H"]:
+    """o, over the slots from `first` to before `filled`, and the new token."""
+    from coat_jax.kernels.triton.attention_to_past import attend_to_past
+
+    slots = past.keys.codes.shape[3]
+    parts = min(-(-PROGRAMS // (q.shape[0] * q.shape[1])), -(-slots // BLOCK))
+
+    def grid(q: Array, *others: Array) -> dict[str, Any]:
+        del others
+        batch, heads, group, width = q.shape
+        rows = max(16, 1 << (group - 1).bit_length())
+        has = past.keys.scale is not None, past.keys.zero is not None
+        spec = Spec(
+            parts, batch * heads, heads, group, rows, width, slots, BLOCK, *has, scale * LOG2_E
+        )
+        return {"programs": batch * heads * parts, "warps": WARPS, "stages": STAGES, "SPEC": spec}
+
+    stored = [zip(of, ("!l b k !t !c", "!l b k !t", "!l b k !t"), strict=True) for of in past]
+    o, log_sums = launch_sharded(
+        attend_to_past,
+        [(q, "b k !g !h"), *stored[0], *stored[1], (layer, ""), (first, "b"), (filled, "")],
+        [("b k !p !g !h", jnp.float32), ("b k !p !g", jnp.float32)],
+        grid,
+        {"p": parts},
+    )
+    own_key, own_value = (decode_heads(of, jnp.float32) for of in new)
+    own = jnp.sum(q.astype(jnp.float32) * own_key, axis=-1) * (scale * LOG2_E)
+    largest = jnp.maximum(jnp.max(log_sums, axis=2), own)
+    weights, own_weight = jnp.exp2(log_sums - largest[:, :, None]), jnp.exp2(own - largest)
+    total = jnp.sum(weights, axis=2) + own_weight
+    o = jnp.sum(weights[..., None] * o, axis=2) + own_weight[..., None] * own_value
+    return (o / total[..., None]).astype(q.dtype)
+
+
+def attend_reference(
+    q: Float[Array, "B K G H"],
+    past: Past,
+    new: Past,
+    layer: Int32[Array, ""],
+    first: Int32[Array, " B"],
+    filled: Int32[Array, ""],
+    scale: float,
+) -> Float[Array, "B K G H"]:
+    """`attend` as one softmax."""
+    wide = {"preferred_element_type": jnp.float32}
+
+    of_layer = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False), past)
+    k, v = (decode_heads(stored, q.dtype) for stored in of_layer)
+    own_key, own_value = (decode_heads(stored, q.dtype) for stored in new)
+    slots = jnp.arange(k.shape[2])
+    visible = (slots >= first[:, None]) & (slots < filled)
+    x = jnp.einsum("bkgh,bkth->bkgt", q, k, **wide)
+    own = jnp.einsum("bkgh,bkth->bkgt", q, own_key, **wide)
+    x = jnp.concatenate([jnp.where(visible[:, None, None], x, -jnp.inf), own], axis=-1)
+    p = jax.nn.softmax(x * scale, axis=-1).astype(q.dtype)
+    o = jnp.einsum("bkgt,bkth->bkgh", p[..., :-1], v, **wide)
+    return (o + p[..., -1:].astype(jnp.float32) * own_value).astype(q.dtype)
