@@ -16,7 +16,7 @@ whole model.
 weights. Outliers are columns that are much larger than the others, which are left few INT8 codes.
 The model in TO computes the same as that in FROM, in BF16 and FP32 to the last bit. Use it with
 --to int8, and before a model is trained in coat_int8. While the text is read, the whole model is in
-memory.
+memory. It also moves outliers in keys into queries, which makes coat generate --cache int4 better.
 
   coat convert out/llama_124m export --dtype bfloat16
   coat convert Llama-3.1-8B llama8b-int8 --to int8

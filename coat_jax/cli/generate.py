@@ -17,7 +17,7 @@ one of --stop.
 
 --cache int8 stores the keys and values of past tokens in half of BF16's memory, int4 in about a
 quarter. With many or long texts, most of the time of a new token goes into reading them. INT8
-hardly changes what a model says; INT4 may.
+hardly changes what a model says. For INT4, use a model from coat convert --balance.
 
 With --image, each prompt is a question about the pictures, and the model answers it as it was
 trained to.

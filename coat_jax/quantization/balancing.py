@@ -19,6 +19,14 @@ A projection without such a norm before it keeps its inputs. Each s is a power o
 rounds nothing: a model that computes in BF16 or FP32 still computes the same numbers.
 
 The method is that of SmoothQuant (Xiao et al., 2023), which divides by the scales of norms only.
+
+A second balance is between queries and keys, for caches of keys in INT4, where the codes of a head
+share a scale: q[j] k[j] = (q[j] s[j]) (k[j] / s[j]). A column and the one that it is rotated with
+have one s, so that the rotation does not matter: s[j]^2 ~ max (k[j]^2 + k[j + H/2]^2). It goes into
+
+    the scales of the norms of queries and keys; without them the columns of query and key
+
+Queries are not stored, so nothing is lost. The method is that of FireQ (2025).
 """
 
 from collections.abc import Iterable, Mapping
@@ -31,7 +39,7 @@ from jaxtyping import Float, Int
 from coat_jax.errors import UserError
 from coat_jax.models import Config, Llama, lazy_arrays
 from coat_jax.models.lazy_arrays import Index, LazyArray, Name, Parameters, dotted_name
-from coat_jax.quantization.calibration import Ranges, observe
+from coat_jax.quantization.calibration import Observed, observe
 from coat_jax.quantization.projections import PROJECTIONS, name_of, require_quantizable
 
 # Bounds of s, as exponents. A column that is small on the text grows to 4 times its size at most:
@@ -70,21 +78,22 @@ def balance(model: Llama, token_batches: Iterable[Int[ArrayLike, "B S"]]) -> Lla
 
 
 def balance_parameters(
-    config: Config, parameters: Parameters, ranges: Ranges
+    config: Config, parameters: Parameters, observed: Observed
 ) -> dict[Name, LazyArray]:
     """`balance`, for parameters that are read in parts: each part is scaled when it is read.
 
     Args:
         config: of the model.
         parameters: of it, its layers stacked or not.
-        ranges: of the inputs of all projections, from `observe`.
+        observed: from `observe`, with all projections.
     """
     apart = lazy_arrays.arrange(parameters, scan=False)
     factors: dict[str, list[Factors]] = {}
     for i in range(config.layers):
         weights = {part: apart[name_of(f"layers.{i}.{part}")] for part in PROJECTIONS}
-        inputs = {part: ranges[f"layers.{i}.{part}"].columns for part in PROJECTIONS}
-        for part, found in _factors_of_layer(config, weights, inputs).items():
+        inputs = {part: observed.inputs[f"layers.{i}.{part}"].columns for part in PROJECTIONS}
+        of_keys = _factors_of_keys(config, observed.pairs[i])
+        for part, found in _factors_of_layer(config, weights, inputs, of_keys).items():
             factors.setdefault(part, []).append(found)
     balanced = dict(parameters)
     for name, one in parameters.items():
@@ -112,9 +121,13 @@ def _factors_of_layer(
     config: Config,
     weights: Mapping[str, LazyArray],
     inputs: Mapping[str, Float[np.ndarray, " K"]],
+    of_keys: Mapping[str, Factors],
 ) -> dict[str, Factors]:
-    """Returns the factors of a layer; `inputs` are the largest magnitudes of columns."""
-    found: dict[str, Factors] = {}
+    """Returns the factors of a layer, `of_keys` among them.
+
+    `inputs` are the largest magnitudes of columns.
+    """
+    found = dict(of_keys)
 
     def row_maxima(part: str) -> Float[np.ndarray, " K"]:
         """The largest magnitude in each row of a weight, when its columns have been scaled."""
@@ -140,6 +153,24 @@ def _factors_of_layer(
             s = _factors_of_columns(inputs[parts[0]], np.max([*map(row_maxima, parts)], axis=0))
             found[norm] = (1 / s,)
             found |= {part: (*found.get(part, ()), s[:, None]) for part in parts}
+    return found
+
+
+def _factors_of_keys(config: Config, pairs: Float[np.ndarray, "K P"]) -> dict[str, Factors]:
+    """Returns the factors of queries and keys, from the largest magnitudes of pairs of columns."""
+    groups = config.heads // config.kv_heads
+    if config.qk_norm == "head":  # all heads have one scale
+        pairs, groups = pairs.max(axis=0, keepdims=True), 1
+    squares = np.square(pairs, dtype=np.float64)
+    s = np.stack([_factors_of_columns(of_head, np.ones(len(of_head))) for of_head in squares])
+    of_keys = np.concatenate([s, s], axis=1)  # columns j and j + H/2
+    of_queries = np.repeat(of_keys, groups, axis=0).ravel()
+    factors = {"query": of_queries, "key": 1 / of_keys.ravel()}
+    if config.qk_norm is not None:
+        return {f"attention.{name}_norm.scale": (each,) for name, each in factors.items()}
+    found: dict[str, Factors] = {f"attention.{name}": (f[None],) for name, f in factors.items()}
+    if config.qkv_bias:
+        found |= {f"attention.{name}_bias": (each,) for name, each in factors.items()}
     return found
 
 

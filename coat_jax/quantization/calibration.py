@@ -26,7 +26,8 @@ from coat_jax.models import Llama
 from coat_jax.models.batches import require_known
 from coat_jax.models.lazy_arrays import dotted_name
 from coat_jax.models.llama import require_tokens
-from coat_jax.nn.modular import Dense
+from coat_jax.nn.children import set_class
+from coat_jax.nn.modular import Dense, ModularAttention
 from coat_jax.numerics import eight_bits
 from coat_jax.numerics.eight_bits import EightBits
 from coat_jax.numerics.quantizer import COARSE, FINE, Fit
@@ -37,6 +38,7 @@ from coat_jax.quantization.recipe import CANDIDATES, Recipe
 SHIFT = 18  # the bits of FP32 that a bin leaves out: it has 5 bits of the mantissa
 BINS = 1 << (31 - SHIFT)
 FIRST_NOT_FINITE = 0xFF << (23 - SHIFT)
+KEYS = "attention"  # the path in a layer of what is measured of keys
 POINTS = 4  # of a bin, where errors are computed
 
 
@@ -73,6 +75,19 @@ class Inputs(NamedTuple):
 Ranges = Mapping[str, Inputs]  # by the path of a projection
 
 
+class Observed(NamedTuple):
+    """What a model computes with on a text.
+
+    Attributes:
+        inputs: of each projection that is observed.
+        pairs: of keys [K, H / 2] in each layer: the largest magnitude of what a rotation mixes,
+            sqrt(k[j]^2 + k[j + H/2]^2), which it leaves as it is.
+    """
+
+    inputs: dict[str, Inputs]
+    pairs: list[Float[np.ndarray, "K P"]]
+
+
 def calibrate(
     model: Llama, token_batches: Iterable[Int[ArrayLike, "B S"]], recipe: Recipe
 ) -> dict[str, Inputs]:
@@ -85,7 +100,7 @@ def calibrate(
         recipe: for `quantize`.
     """
     recipe.require_matches(paths_of(model.config))
-    found = observe(model, token_batches, recipe.is_left)
+    found = observe(model, token_batches, recipe.is_left).inputs
     for path, inputs in found.items():
         if inputs.largest < eight_bits.SMALLEST_SCALE:
             raise UserError(
@@ -99,14 +114,20 @@ def observe(
     model: Llama,
     token_batches: Iterable[Int[ArrayLike, "B S"]],
     is_left: Callable[[str], bool] = lambda path: False,
-) -> dict[str, Inputs]:
-    """Statistics of the inputs of all projections that are not `is_left`; no range is checked."""
+) -> Observed:
+    """Statistics of all projections' inputs but those that are `is_left`, and of keys.
+
+    No range is checked.
+    """
     observed = replace_projections(
         unstack(model),
         lambda path, kernel, bias: (Dense if is_left(path) else _Observed)(kernel, bias),
     )
+    for block in observed.layers:
+        set_class(block.attention, _ObservedAttention)
     blocks = [nnx.split(block) for block in observed.layers]
     found: dict[str, Inputs] = {}
+    pairs: dict[int, np.ndarray] = {}
     for batch in token_batches:
         tokens = np.asarray(batch)  # JAX would truncate 64 bits to 32
         require_tokens(model.config, tokens)
@@ -116,6 +137,8 @@ def observe(
         x = observed.embed_tokens(jnp.asarray(tokens, jnp.int32))
         for i, (graph, state) in enumerate(blocks):
             x, seen = _run_layer(graph, state, x)
+            largest = np.asarray(seen.pop(KEYS))
+            pairs[i] = np.maximum(pairs.get(i, 0), largest)
             for name, of_input in seen.items():
                 path, inputs = f"layers.{i}.{name}", to_host(of_input)
                 found[path] = found[path] + inputs if path in found else inputs
@@ -128,7 +151,7 @@ def observe(
                 f"The inputs of {path} are not finite on the calibration text: the model's "
                 "parameters are damaged, or its numbers exceed its dtype."
             )
-    return found
+    return Observed(found, [pairs[i] for i in range(model.config.layers)])
 
 
 def input_scale(inputs: Inputs, name: EightBits, recipe: Recipe) -> float:
@@ -213,6 +236,16 @@ class _Observed(Dense):
         return super().__call__(x)
 
 
+class _ObservedAttention(ModularAttention):
+    """Attention that measures its keys."""
+
+    def _heads(self, x: Float[Array, "B S D"], positions: Array | None) -> Any:
+        x, q, k, v = super()._heads(x, positions)
+        a, b = jnp.split(k.astype(jnp.float32), 2, axis=-1)
+        self.seen = nnx.Intermediate(jnp.max(jnp.hypot(a, b), axis=(0, 1)))
+        return x, q, k, v
+
+
 def statistics(x: Float[Array, "*rows K"]) -> Any:
     """The fields of Inputs on a device, sums of squares in units of the largest magnitude's."""
     wide = x.astype(jnp.float32)
@@ -238,7 +271,7 @@ def to_host(found: Any) -> Inputs:
 
 @partial(jax.jit, static_argnums=0)
 def _run_layer(graph: Any, state: Any, x: Float[Array, "B S D"]) -> tuple[Array, dict[str, Any]]:
-    """The residual stream after a layer, and the statistics of its projections' inputs."""
+    """The residual stream after a layer, and the statistics of keys and projections' inputs."""
     block = nnx.merge(graph, state)
     y = block(x)
     seen = nnx.to_flat_state(nnx.state(block, nnx.Intermediate))

@@ -19,6 +19,7 @@ from coat_jax.quantization.balancing import (
     LEAST_EXPONENT,
     MOST_EXPONENT,
     _factors_of_columns,
+    _factors_of_keys,
     balance_parameters,
 )
 from coat_jax.quantization.calibration import observe
@@ -36,25 +37,48 @@ def arrays(model):
     return {path: leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model))}
 
 
+def scale_pairs(model, factor=32.0):
+    """Makes two pairs of columns of each head of keys larger, and those of queries smaller."""
+    config = model.config
+    of_head = np.ones(config.head_dim, np.float32)
+    of_head[[1, 3, 1 + config.head_dim // 2, 3 + config.head_dim // 2]] = factor
+    for layer in [model.layers] if config.scan else model.layers:
+        attention = layer.attention
+        for name, factors in (("key", of_head), ("query", 1 / of_head)):
+            norm = getattr(attention, f"{name}_norm")
+            whole = getattr(attention, name) if norm is None else norm.scale
+            parameters = (
+                [whole] if norm is not None else [whole, getattr(attention, f"{name}_bias")]
+            )
+            for parameter in filter(None, parameters):
+                heads = parameter.shape[-1] // config.head_dim
+                scaled = parameter[...] * np.tile(factors, heads)
+                parameter[...] = scaled.astype(parameter.dtype)
+
+
 @pytest.mark.costly
 @pytest.mark.parametrize(
     ("changes", "unchanged", "scan"),
     [
         ({"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}, set(), False),
-        ({"norms": "after"}, {"query", "gate", "attention_norm", "mlp_norm"}, True),
-        ({"norm": "layer", "qkv_bias": False}, {"query", "gate"}, False),
-        ({}, {"key_bias", "query_bias", "embed", "head"}, True),
+        ({"norms": "after"}, {"gate", "attention_norm", "mlp_norm"}, True),
+        ({"norm": "layer", "qkv_bias": False}, {"gate"}, False),
+        ({"qk_norm": "head"}, {"key_bias", "query_bias"}, False),
+        ({"norms": "after", "qk_norm": "all"}, {"query", "key", "query_bias"}, True),
+        ({}, {"embed", "head"}, True),
     ],
 )
 def test_it_computes_the_same_numbers(changes, unchanged, scan):
     model = filled(dataclasses.replace(CONFIG, scan=scan, layers=1 + scan, **changes))
+    scale_pairs(model)
     balanced = q.balance(model, TOKENS)
     np.testing.assert_array_equal(logits(balanced), logits(model))
     before, after = arrays(model), arrays(balanced)
     changed = {p for p, x in before.items() if not (np.asarray(x) == np.asarray(after[p])).all()}
     assert changed
     names = {str(name) for path in changed for name in path}
-    assert {"value", "out", "up", "down"} <= names
+    of_keys = {"query", "key"} if "qk_norm" not in changes else {"query_norm", "key_norm"}
+    assert {"value", "out", "up", "down"} | of_keys <= names
     assert not names & unchanged
     assert all(after[path].dtype == x.dtype for path, x in before.items())
 
@@ -93,6 +117,57 @@ def test_columns_are_as_large_as_the_rows_that_multiply_them():
 
 def outliers(rng, size):
     return np.where(rng.random(size) < 0.1, 100.0, 1.0).astype(np.float32)
+
+
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": "head"}, {"qk_norm": "all"}])
+def test_keys_in_int4_are_less_wrong(changes):
+    """With outliers in some columns, attention's error is half as large or less.
+
+    Queries are so large that the keys decide which token's value is the result.
+    """
+    config = dataclasses.replace(CONFIG, scan=False, layers=1, head_dim=32, **changes)
+    model = filled(config)
+    scale_pairs(model)
+    attention = model.layers[0].attention
+    sharp = (
+        (attention.query, attention.query_bias)
+        if attention.query_norm is None
+        else [attention.query_norm.scale]
+    )
+    for parameter in sharp:
+        parameter[...] *= 128
+
+    def error(model):
+        attention = model.layers[0].attention
+        x = model.embed_tokens(TOKENS[0])
+        length = x.shape[1] - 1
+        results = []
+        for cache in ("int4", None):
+            _, past = attention.prefill(x[:, :-1], cache=cache)
+            past = jax.tree.map(lambda of_layer: of_layer[None], past)
+            at = jnp.full((len(x), 1), length), past, 0, jnp.zeros(len(x), jnp.int32), length
+            results.append(attention.decode(x[:, -1:], *at)[0] - x[:, -1:])
+        got, wanted = results
+        return np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
+
+    before, after = error(model), error(q.balance(model, TOKENS))
+    assert after <= before / 2
+
+
+def test_factors_of_keys_are_those_of_pairs_around_a_typical_one():
+    pairs = np.float32([[1, 2, 64, 2], [3, 0, 3, 1e-9]])
+    config = dataclasses.replace(CONFIG, heads=4, kv_heads=2, head_dim=8, qkv_bias=False)
+    s = np.array([[0.5, 1, 32, 1], [1, 1, 1, 0.25]])
+    columns = np.concatenate([s, s], axis=1)
+    found = _factors_of_keys(config, pairs)
+    np.testing.assert_array_equal(found["attention.key"][0], 1 / columns.reshape(1, 16))
+    of_queries = np.repeat(columns, 2, axis=0).reshape(1, 32)
+    np.testing.assert_array_equal(found["attention.query"][0], of_queries)
+    one = _factors_of_keys(dataclasses.replace(config, qk_norm="head"), pairs)
+    assert {name: each[0].shape for name, each in one.items()} == {
+        "attention.key_norm.scale": (8,),
+        "attention.query_norm.scale": (8,),
+    }
 
 
 def test_factors_are_powers_of_two_in_a_range():
