@@ -1,11 +1,14 @@
 """The kernels compile for GPUs that no test runs on: Ada and Blackwell."""
 
 import zlib
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from attention_to_past_laws import FORMATS, draw
 from hopper import COMPILED
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -31,7 +34,7 @@ def layer_loss(x, w, precision):
 
 
 def lower_all_kernels(mesh):
-    """Lowers a layer's gradient in FP8 and INT8, and the steps of three optimizers."""
+    """Lowers a layer's gradient in FP8 and INT8, attention to caches, steps of three optimizers."""
 
     def array(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P()))
@@ -40,6 +43,11 @@ def lower_all_kernels(mesh):
     for precision in (coat.COAT, coat.COAT_INT8):
         gradient = jax.grad(layer_loss, argnums=(0, 1))
         jax.jit(gradient, static_argnums=2).lower(array(1, 128, D), weights, precision)
+    for cache in FORMATS:
+        stored = jax.eval_shape(lambda cache=cache: draw(2, 128, 2, 4, 64, cache, "bfloat16"))
+        q, past, new = jax.tree.map(lambda x: x.update(sharding=NamedSharding(mesh, P())), stored)
+        attend = partial(ops.attention_to_past, first=np.zeros(2, np.int32), filled=9)
+        jax.jit(attend).lower(q, past, new)
     for tx in (
         coat.optax.fp8_adamw(1e-3, implementation="triton"),
         coat.optax.fp8_adamw(1e-3, implementation="triton", storage=coat.storage.PAPER),
@@ -65,6 +73,6 @@ def test_every_kernel_compiles(capability, tmp_path, monkeypatch):
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
     launches = [kernel_cache.read(path) for path in (tmp_path / "triton").iterdir()]
-    assert len(launches) > 20
+    assert len(launches) > 24
     for launch in launches:
         assert f".target sm_{capability}".encode() in zlib.decompress(launch)
