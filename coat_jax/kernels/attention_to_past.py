@@ -77,7 +77,7 @@ def attend(
         )
         return {"programs": batch * heads * parts, "warps": WARPS, "stages": STAGES, "SPEC": spec}
 
-    stored = [zip(of, ("!l b k !t !c", "!l b k !t", "!l b k !t"), strict=True) for of in past]
+    stored = [zip(of, (CODES, SCALE, SCALE), strict=True) for of in past]
     o, log_sums = launch_sharded(
         attend_to_past,
         [(q, "b k !g !h"), *stored[0], *stored[1], (layer, ""), (first, "b"), (filled, "")],
@@ -105,7 +105,6 @@ def attend_reference(
 ) -> Float[Array, "B K G H"]:
     """`attend` as one softmax."""
     wide = {"preferred_element_type": jnp.float32}
-
     of_layer = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False), past)
     k, v = (decode_heads(stored, q.dtype) for stored in of_layer)
     own_key, own_value = (decode_heads(stored, q.dtype) for stored in new)

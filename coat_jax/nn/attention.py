@@ -157,9 +157,8 @@ class Attention(nnx.Module):
             The residual stream, and the keys and values of the new tokens, codes [B, K, 1, H].
         """
         x, q, k, v = self._heads(x, positions)
-        new = self._store(k, v, format_of_cache(past.keys))
-        how = first, filled
-        o = self._round(ops.attention_to_past(self._round(q), past, new, *how, layer=layer))
+        q, new = self._round(q), self._store(k, v, format_of_cache(past.keys))
+        o = self._round(ops.attention_to_past(q, past, new, first, filled, layer=layer))
         y = self._project_out(join_heads(o))
         return x + y if self.residual else y, new
 
