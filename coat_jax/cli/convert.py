@@ -109,7 +109,6 @@ def _recipe(options: argparse.Namespace) -> Recipe | None:
     recipe = Recipe(format=format, leave=tuple(options.leave or ()), **given)
     reads = options.calibrate is not None or options.balance is not None
     quantizing = (*OF_RECIPE, "leave", "calibrate")
-    in_int8 = recipe.format in ("int8", "mixed") and recipe.activations != "none"
     rounded = "--activations static, and for --to mixed with rounded activations"
     fits = "--fit percentile and --activation-fit percentile"
     effects = [
@@ -117,7 +116,6 @@ def _recipe(options: argparse.Namespace) -> Recipe | None:
         *((name, options.to is not None, f"--to {', '.join(FORMATS)}") for name in quantizing),
         ("fit", recipe.format != "int4", "weights in 8 bits"),
         ("calibrate", recipe.needs_calibration, rounded),
-        ("balance", in_int8, "activations in INT8; FP8 does not suffer from outliers"),
         ("activation_fit", recipe.activations == "static", "--activations static"),
         ("percentile", "percentile" in (recipe.fit, recipe.activation_fit), fits),
     ]

@@ -142,6 +142,17 @@ def test_coat_generate_runs_it(in_int8, capsys):
     assert "is already quantized, which decides its precision" in capsys.readouterr().err
 
 
+def test_int4_weights_and_an_int8_cache_together(tmp_path, capsys):
+    model = filled(dataclasses.replace(CONFIG, width=128, heads=8))
+    hf.save(tmp_path / "theirs", model)
+    assert convert(tmp_path / "theirs", tmp_path / "w4a8", "--to", "w4a8") == 0
+    assert "linear layers: 7 in INT4" in capsys.readouterr().out
+    assert_same(tmp_path / "w4a8", q.quantize(model, q.Recipe(format="int4")))
+    greedy = ["--prompt", "def ", "--temperature", "0", "--max-tokens", "4", "--cache", "int8"]
+    assert main(["generate", str(tmp_path / "w4a8"), *greedy]) == 0
+    assert capsys.readouterr().out.startswith("def ")
+
+
 # --- Refusals --------------------------------------------------------------------------------
 
 
@@ -177,14 +188,11 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_work(
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--fit", "max"], "--fit is for --to int8, fp8 or mixed"),
+        (["--fit", "max"], "--fit is for --to int8, fp8, mixed, w4a8"),
         (["--to", "int8", "--calibrate", "TEXT"], "--calibrate is for --activations static"),
         (["--to", "int8", "--tokens", "9"], "--tokens is for --calibrate and --balance"),
-        (["--to", "fp8", "--balance", "TEXT"], "--balance is for activations in INT8"),
-        (
-            ["--to", "int8", "--activations", "none", "--balance", "TEXT"],
-            "--balance is for activations in INT8",
-        ),
+        (["--to", "w4a8", "--fit", "max"], "--fit is for weights in 8 bits"),
+        (["--to", "w4a8"], "a weight with 64 inputs cannot be in INT4"),
         (["--balance", "TEXT", "--dtype", "float16"], "in float16 cannot be balanced"),
         (["--balance", "TEXT", "--tokens", "0"], "--tokens: 0 must be 1 or more"),
         (
