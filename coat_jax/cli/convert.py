@@ -93,6 +93,8 @@ def run(options: argparse.Namespace) -> int:
             progress=lambda total, size: bar.update(task, total=total, advance=size),
             note=note,
         )
+    if options.to == "w4a8" and weights.model_config(source).qkv_bias:
+        note("vLLM's kernel for W4AFP8 takes no biases, which this model's projections have.")
     what = "a Hugging Face folder"
     if recipe is not None:
         formats = [scheme.format for scheme in schemes.values()]
