@@ -5,12 +5,15 @@ the seed, the settings, the text, and the version of the study. It also has the 
 that measured it, which decides nothing.
 """
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from experiments import row_files
 from experiments.records import code_hash
 from experiments.row_files import Row, digest
+from experiments.study.description import described
 
 DECIDES = (
     *("definition", "model", "settings", "seed", "seeds", "learning_rate"),
@@ -23,6 +26,30 @@ GONE = {"forward", "spikes"}  # which earlier versions measured
 def named(row: Row) -> Row:
     """A row before it is measured, with its key and the hash of the code."""
     return {"key": key_of(row)} | row | {"code": code_hash()}
+
+
+def new_rows(
+    call: Any, name: str, seeds: Sequence[int], arm: Any, model: Any, **more: Any
+) -> list[Row]:
+    """The rows of an arm before they are measured, one for each seed.
+
+    Args:
+        call: see `experiments.study.study.Call`.
+        name: of the arm.
+        seeds: of the arm.
+        arm: what its dataclass says.
+        model: all that decides the model besides, as JSON.
+        more: entries of each row.
+    """
+    shared = {
+        "arm": name,
+        "size": call.size,
+        "settings": dataclasses.asdict(call.settings),
+        "definition": described(arm),
+        "model": digest(model),
+        **more,
+    }
+    return [named({**shared, "seed": seed}) for seed in seeds]
 
 
 def key_of(row: Row) -> str:

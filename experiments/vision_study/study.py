@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from experiments.row_files import Row, digest
 from experiments.study.description import described
-from experiments.study.rows import named
+from experiments.study.rows import new_rows
 from experiments.study.study import Call, Study
 from experiments.vision_study.arms import ARMS, SIZES
 from experiments.vision_study.icons import scene_of
@@ -15,25 +15,11 @@ VERSION = 1
 
 
 def rows_of(call: Call, name: str, seeds: Sequence[int], text: str) -> list[Row]:
-    """The row of a run."""
+    """The rows of runs."""
     model = described(dataclasses.asdict(SIZES[call.size].model))
     for part in (model, model["tower"], model["decoder"]):
         del part["precision"]  # the arm decides it
-    return [
-        named(
-            {
-                "arm": name,
-                "size": call.size,
-                "seed": seed,
-                "settings": dataclasses.asdict(call.settings),
-                "text": text,
-                "definition": described(ARMS[name]),
-                "model": digest(model),
-                "version": VERSION,
-            }
-        )
-        for seed in seeds
-    ]
+    return new_rows(call, name, seeds, ARMS[name], model, text=text, version=VERSION)
 
 
 def prepare(call: Call, rows: list[Row], only_plan: bool) -> str:
