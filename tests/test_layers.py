@@ -44,9 +44,9 @@ INSIDE = {
     "coat_jax.numerics": [
         ("mesh_axes", "minifloat", "one_program"),
         ("corrections", "explicit_axes", "formats", "groups", "noise"),
-        ("blocks", "expansion", "quantizer"),
+        ("blocks", "expansion", "four_bits", "quantizer"),
         ("eight_bits", "integers", "logarithms"),
-        ("statistics",),
+        ("cache_formats", "statistics"),
     ],
     "coat_jax.optax": [
         ("arguments", "trees"),

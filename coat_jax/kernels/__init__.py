@@ -1,8 +1,10 @@
 """The heavy arithmetic: `jnp` references, and the functions that launch Triton kernels.
 
-gemm, int8                  matrix products in FP8 and in INT8
+gemm, int8, int4            matrix products in FP8, INT8, and of FP8 with INT4
 cast                        an array in one FP8 tensor
 norm, activation, rotary    the elementwise parts of a layer
+tile_attention              attention between tiles of tokens
+attention_to_past           attention of one new token to a stored past
 adam, stored_moment         a step of AdamW in 8 bits, launched by adam_launch; one moment by itself
 moment_format               how a moment is stored, as constants of these kernels
 leaf_layout                 which elements of a leaf each program of a kernel works on

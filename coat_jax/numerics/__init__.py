@@ -9,6 +9,8 @@ logarithms          second moments as 8-bit logarithms
 integers            first moments, over the root of the second, as 8-bit integers
 corrections         8 bits that extend a BF16 number to 24
 eight_bits          INT8 and FP8 codes that GPUs multiply at inference
+four_bits           INT4 codes of weights, in groups
+cache_formats       the keys and values that generation stores
 statistics          what rounding does to a tensor
 minifloat           small floats of any shape, simulated
 quantizer           any of these formats with scales of any kind

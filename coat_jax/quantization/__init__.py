@@ -1,4 +1,4 @@
-"""Post-training quantization: models whose linear layers are in INT8 or FP8, for inference.
+"""Post-training quantization: models whose linear layers are in 8 or 4 bits.
 
     Recipe            which format, how ranges are found, how activations are rounded
     calibrate         the ranges of activations, from some text
