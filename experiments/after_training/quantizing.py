@@ -14,29 +14,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Int32, UInt16
 
-from coat_jax import BF16, Precision, models
+from coat_jax import Precision
 from coat_jax.models import Llama
 from coat_jax.quantization import Ranges, Recipe, calibrate, quantize
-from coat_jax.training.data import Batch
 from coat_jax.training.setup import prepare
-from coat_jax.training.step import held_out_step
 from experiments.after_training import recipes
+from experiments.after_training.network import Network
 from experiments.after_training.recipes import AFTER_FURTHER, FURTHER, RECIPES
 from experiments.loss_study import text as texts
 from experiments.loss_study.arm import train_config
-from experiments.loss_study.rows import held_out_batches, placed_rows, row_order
-from experiments.loss_study.training import Told, Trained, mean_loss, told_by, train
+from experiments.loss_study.rows import row_order
+from experiments.loss_study.training import Told, Trained, told_by, train
 from experiments.row_files import Row
 from experiments.study.study import Job
 from experiments.study.worker import each
 
-CALIBRATED_AT_ONCE = 16  # rows
 Losses = dict[str, Any]
-
-_step = jax.jit(held_out_step, static_argnums=0)
 
 
 def measure(job: Job) -> list[Row]:
@@ -81,52 +76,32 @@ def rows_of(told: Told) -> Rows:
 
 
 class After:
-    """A trained network, the rows that it is measured on, and the ranges of one of its variants."""
+    """A trained network, and the ranges of one of its variants."""
 
     def __init__(self, trained: Trained, rows: Rows):
         self._trained, self._rows = trained, rows
-        told, vocab = trained.told, trained.config.model.vocab
-        self._held_out = held_out_batches(told.text, vocab, told.settings, trained.mesh)
+        self._network = Network(trained, rows.tokens, rows.calibration)
         self._ranges: tuple[Llama, Ranges] | None = None
-        self.model = self._model(trained.state.params)
+        self.model = self._network.model
 
     def quantized(self, model: Llama, name: str) -> list[float]:
         """The held-out loss of each batch, by a recipe."""
         recipe = RECIPES[name]
         ranges = self._calibrated(model, recipe) if recipe.needs_calibration else None
-        return self._losses(quantize(model, recipe, ranges))
+        return self._network.losses(quantize(model, recipe, ranges))
 
     def further(self, precision: Precision) -> Losses:
         """The held-out losses after some more steps in this precision, by some recipes."""
-        model = self._model(self._trained_further(precision))
-        found = {"bf16": self._losses(model)}
+        model = self._network.with_parameters(self._trained_further(precision))
+        found = {"bf16": self._network.losses(model)}
         return found | {name: self.quantized(model, name) for name in AFTER_FURTHER}
-
-    def _model(self, params: Any) -> Llama:
-        """The network with these parameters, computing in BF16 on one device."""
-        config = dataclasses.replace(self._trained.config.model, precision=BF16)
-        graph, state = models.abstract(config)
-        arrays = {path: leaf[...] for path, leaf in nnx.to_flat_state(params)}
-        flat = {path: leaf.replace(arrays[path]) for path, leaf in nnx.to_flat_state(state)}
-        model: Llama = nnx.merge(graph, nnx.from_flat_state(flat))
-        return model
-
-    def _losses(self, model: Llama) -> list[float]:
-        graph, state = nnx.split(model)
-        return [mean_loss(_step(graph, state, batch)) for batch in self._held_out]
 
     def _calibrated(self, model: Llama, recipe: Recipe) -> Ranges:
         """The ranges of inputs, which do not depend on the recipe here: none leaves layers out."""
         if self._ranges is None or self._ranges[0] is not model:
-            rows = self._rows.calibration
-            parts = np.array_split(rows, max(len(rows) // CALIBRATED_AT_ONCE, 1))
-            batches = (self._batch(part).tokens[0] for part in parts)
+            batches = self._network.calibration_batches()
             self._ranges = model, calibrate(model, batches, recipe)
         return self._ranges[1]
-
-    def _batch(self, rows: Any, parts: int = 1) -> Batch:
-        sequence, mesh = self._trained.told.settings.sequence, self._trained.mesh
-        return placed_rows(self._rows.tokens, rows, sequence, parts, mesh)
 
     def _trained_further(self, precision: Precision) -> Any:
         """The parameters after some more steps, from the trained ones."""
@@ -146,5 +121,7 @@ class After:
             params = jax.tree.map(jnp.copy, self._trained.state.params)
             state = prepared.new_state()._replace(params=params)
             for part in rows:
-                state, _ = program(state, self._batch(part, config.gradient_accumulation_steps))
+                state, _ = program(
+                    state, self._network.batch(part, config.gradient_accumulation_steps)
+                )
         return state.params
