@@ -7,7 +7,7 @@ also has the scripts of studies that are finished.
     optimizers      optimizer_step, accumulated_error, moments, compress_table
     layers          layers, layers.saved
     loss            loss_study, fine_tuning, stability, tradeoff
-    formats         format_sqnr, after_training
+    formats         format_sqnr, after_training, int4_study
     training        training_throughput, communication, memory, examples_memory, gpu_suite
     generation      quantized_generation
     documentation   ideas (the pictures of docs/ideas.md), demo (`make demo`)

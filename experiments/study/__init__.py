@@ -9,5 +9,5 @@ seed, or several side by side, and has one row or more in a results file, which 
     rows, description       what names a row, so that it is measured once
     statistics, tables      differences paired by seed, with intervals
 
-The studies are `loss_study`, `fine_tuning`, `after_training` and `stability`.
+The studies are `loss_study`, `fine_tuning`, `after_training`, `int4_study` and `stability`.
 """
