@@ -63,11 +63,11 @@ class VideoTransformer(nnx.Module):
         zeros = partial(vector, fill=0.0, dtype=dtype)
         sides = config.patch[::-1]
         values = math.prod(config.patch) * config.channels
-        self.patch = draw((*sides, config.channels, width), init=EMBEDDING_INIT)
+        self.patch = draw((*sides, config.channels, width))
         self.patch_bias = zeros(width)
         self.text = Embedder(config.text_width, "gelu_tanh", config, rngs)
         self.time = Embedder(config.time_width, "silu", config, rngs)
-        self.layer_times = draw((width, 6 * width), axes.widening)
+        self.layer_times = draw((width, 6 * width), axes.widening, init=EMBEDDING_INIT)
         self.layer_times_bias = zeros(6 * width)
         self.layers = stack_layers(config, partial(Layer, config), rngs)
         self.table = _table(rngs, 2, config)
