@@ -94,10 +94,10 @@ def to_pixels(videos: Any, enlarged: int = 1, gap: int = 0) -> np.ndarray:
 
 
 def contact_sheet(pixels: np.ndarray, frames: int = 4) -> np.ndarray:
-    """Videos [ways, videos, frames, height, width, 3]: some frames of one way below another's."""
-    ways, videos, length, height, _, _ = pixels.shape
+    """Videos [ways, videos, frames, height, width, 3]: a row has some frames of all ways."""
+    _, videos, length, height, _, _ = pixels.shape
     some = pixels[:, :, :: length // frames][:, :, :frames]
-    return some.transpose(1, 0, 3, 2, 4, 5).reshape(videos * ways * height, -1, 3)
+    return some.transpose(1, 3, 0, 2, 4, 5).reshape(videos * height, -1, 3)
 
 
 def frames_of_all(pixels: np.ndarray) -> np.ndarray:

@@ -42,13 +42,12 @@ def test_later_shapes_cover_earlier_ones():
     assert np.allclose(two[changed].reshape(-1, 3).max(0), np.maximum(second, -1), atol=0.1)
 
 
-def test_a_sheet_has_the_frames_of_a_video_in_a_row():
+def test_a_sheet_has_the_frames_of_all_ways_in_a_row():
     videos = np.arange(2 * 3 * 8, dtype=np.uint8).reshape(2, 3, 8, 1, 1, 1).repeat(3, -1)
     sheet = drawn_videos.contact_sheet(videos)
     assert sheet[..., 0].tolist() == [
-        [of_video[frame] for frame in (0, 2, 4, 6)]
+        [of_way[frame] for of_way in pair for frame in (0, 2, 4, 6)]
         for pair in zip(*videos[..., 0, 0, 0].tolist(), strict=True)
-        for of_video in pair
     ]
     assert drawn_videos.frames_of_all(videos).shape == (8, 2, 3, 3)
     pixels = drawn_videos.to_pixels(np.ones((2, 4, 4, 3)), enlarged=2, gap=1)
