@@ -1,12 +1,13 @@
-"""How fast models generate in INT8 and FP8 beside BF16, and what memory they take.
+"""How fast models generate in INT8, FP8 and INT4 beside BF16, and what memory they take.
 
-    python -m experiments.quantized_generation                              on a GPU
+    python -m experiments.quantized_generation                              on two GPUs, or one
     python -m experiments.quantized_generation int8 bf16 --models llama_124m --cache int8
     python -m experiments.quantized_generation --models llama_tiny --prompt 16 --new 8    anywhere
 
-A case is a format and how activations are rounded, as in int8:static; the default is dynamic.
-Models are configs that come with the package, with random parameters: neither time nor memory
-depends on their values. The phases
+A case is a format and how activations are rounded, as in int8:static; the default is dynamic. With
+int4, activations are rounded to FP8, and with int4:none they are not. Each case is measured with
+every format of the cache. Models are configs that come with the package, with random parameters:
+neither time nor memory depends on their values. The phases
 
     prefill    the prompts of a batch of texts, through to the logits of their last tokens
     decode     then one token of each text at a time, always the likeliest
@@ -27,9 +28,11 @@ from experiments.command import parser_of
 from experiments.timing import median_ms
 from experiments.workers import count_gpus, only, outcome, run_worker
 
-CASES = ("bf16", "int8", "int8:static", "int8:none", "fp8", "fp8:static", "fp8:none")
-MODELS = ("llama2_7b", "llama_124m")
-BATCHES = (1, 16)
+CASES = ("bf16", "int8", "fp8", "int4")
+MORE_CASES = ("int8:static", "int8:none", "fp8:static", "fp8:none", "int4:none")
+MODELS = ("llama2_7b",)
+CACHES = ("none", "int8")
+BATCHES = (1, 16, 64)
 CALLS = 5
 
 Case = dict[str, Any]
@@ -50,7 +53,6 @@ def main() -> None:
         figures = {
             "prompt": options.prompt,
             "new": options.new,
-            "cache": options.cache,
             "cases": cases,
         }
         records.write(options.out / "quantized_generation.json", figures)
@@ -60,12 +62,14 @@ def arguments() -> argparse.ArgumentParser:
     """The parser of the command line."""
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("cases", nargs="*", default=CASES, metavar="FORMAT[:ACTIVATIONS]", help="what to measure")
+    more = f"what to measure: also {', '.join(MORE_CASES)}"
+    add("cases", nargs="*", default=CASES, metavar="FORMAT[:ACTIVATIONS]", help=more)
     add("--models", nargs="+", default=MODELS, help="configs that come with the package")
     add("--batches", nargs="+", type=int, default=BATCHES, help="how many texts at a time")
     add("--prompt", type=int, default=1024, help="tokens of each prompt")
     add("--new", type=int, default=64, help="tokens that are decoded after it")
-    add("--cache", choices=("int8", "fp8", "int4"), help="the format of keys and values")
+    formats = "none", "int8", "fp8", "int4"
+    add("--cache", nargs="+", choices=formats, default=CACHES, help="formats of keys and values")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser
 
@@ -76,25 +80,25 @@ def _run_all(options: argparse.Namespace) -> Iterator[Case]:
     for variables in [only([gpu]) for gpu in range(gpus)] or [{}]:
         idle.put(variables)
 
-    cache = [] if options.cache is None else [f"--cache={options.cache}"]
-    sizes = [*cache, f"--prompt={options.prompt}", f"--new={options.new}", "--batches"]
+    sizes = [f"--prompt={options.prompt}", f"--new={options.new}", "--batches"]
     sizes += map(str, options.batches)
 
-    def run(work: tuple[str, str]) -> Case:
-        model, case = work
-        worker = ["experiments.quantized_generation", case, "--worker", "--models", model, *sizes]
+    def run(work: tuple[str, str, str]) -> Case:
+        model, case, cache = work
+        worker = ["experiments.quantized_generation", case, "--worker", "--models", model]
         variables = idle.get()
         try:
-            return {"model": model, "case": case, **outcome(run_worker(*worker, **variables))}
+            ended = run_worker(*worker, "--cache", cache, *sizes, **variables)
+            return {"model": model, "case": case, "cache": cache, **outcome(ended)}
         finally:
             idle.put(variables)
 
     with ThreadPoolExecutor(max(1, gpus)) as pool:
-        yield from pool.map(run, itertools.product(options.models, options.cases))
+        yield from pool.map(run, itertools.product(options.models, options.cases, options.cache))
 
 
 def _line(case: Case) -> str:
-    head = f"{case['model']:11} {case['case']:12}"
+    head = f"{case['model']:11} {case['case']:12} cache {case['cache']:5}"
     if "failed" in case:
         return f"{head} {case['failed']}"
     rates = "   ".join(
@@ -113,14 +117,18 @@ def measure(options: argparse.Namespace) -> Case:
     import jax
     from flax import nnx
 
-    (name,), (case,) = options.models, options.cases
+    (name,), (case,), (cache,) = options.models, options.cases, options.cache
     model = model_of(name, case, options.prompt + options.new)
     arrays = jax.tree.leaves(nnx.state(model))
     return {
         "model": name,
         "case": case,
+        "cache": cache,
         "parameters": sum(array.nbytes for array in arrays),
-        "batches": [_batch(model, batch, options) for batch in options.batches],
+        "batches": [
+            _batch(model, batch, options, None if cache == "none" else cache)
+            for batch in options.batches
+        ],
     }
 
 
@@ -162,9 +170,11 @@ def model_of(name: str, case: str, length: int) -> Any:
 
 def _kind(path: tuple[Any, ...], leaf: Any) -> str:
     """The kind of a parameter, which decides how its values are drawn."""
-    if path[-1] in ("codes", "input_scale", "scale"):
-        return str(path[-1])
-    return "norm" if leaf.ndim == 1 and path[-2] == "norm" else "weight"
+    if len(path) > 1 and path[-2] == "norm":
+        return "norm"
+    if path[-1] in ("codes", "scale") and leaf.dtype in ("uint8", "bfloat16"):
+        return f"int4 {path[-1]}"
+    return str(path[-1]) if path[-1] in ("codes", "input_scale", "scale") else "weight"
 
 
 def _draw(key: Any, kind: str, like: Any, width: int) -> Any:
@@ -173,15 +183,18 @@ def _draw(key: Any, kind: str, like: Any, width: int) -> Any:
     import jax.numpy as jnp
 
     size = width**-0.5
+    if kind == "int4 codes":
+        return jax.random.bits(key, like.shape, like.dtype)
     if kind == "codes":
         return (30 * jax.random.normal(key, like.shape, jnp.bfloat16)).astype(like.dtype)
     if kind == "weight" and like.ndim > 1:
         return jax.random.normal(key, like.shape, like.dtype) * jnp.asarray(size, like.dtype)
-    constant = {"input_scale": 1 / 32, "scale": size / 30, "norm": 1.0, "weight": size}[kind]
+    scales = {"input_scale": 1 / 32, "scale": size / 30, "int4 scale": size / 5}
+    constant = scales.get(kind, 1.0 if kind == "norm" else size)
     return jnp.full(like.shape, constant, like.dtype)
 
 
-def _batch(model: Any, batch: int, options: argparse.Namespace) -> Case:
+def _batch(model: Any, batch: int, options: argparse.Namespace, cache_format: Any) -> Case:
     """Prefill and decoding of a number of texts."""
     import jax
     import jax.numpy as jnp
@@ -194,7 +207,7 @@ def _batch(model: Any, batch: int, options: argparse.Namespace) -> Case:
 
     def begin(state: Any, tokens: jax.Array, starts: jax.Array) -> Any:
         model = nnx.merge(graph, state)
-        logits, cache = prefill(model, tokens, starts, slots, cache=options.cache)
+        logits, cache = prefill(model, tokens, starts, slots, cache=cache_format)
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
 
     def go_on(state: Any, tokens: jax.Array, cache: Any) -> Any:
@@ -210,13 +223,14 @@ def _batch(model: Any, batch: int, options: argparse.Namespace) -> Case:
     tokens = jax.random.randint(jax.random.key(1), shape, 0, vocab, jnp.int32)
     starts = jnp.zeros(batch, jnp.int32)
     first = jax.jit(begin).lower(state, tokens, starts).compile()
-    begun = first(state, tokens, starts)
+    prefill_ms = _ms(lambda: first(state, tokens, starts))
+    begun = first(state, tokens, starts)  # only now: there is not room for many large caches
     rest = jax.jit(go_on).lower(state, *begun).compile()
-    prompts, new = batch * options.prompt, batch * options.new
+    decode_ms = _ms(lambda: rest(state, *begun))
     return {
         "batch": batch,
-        "prefill_tokens_per_second": 1e3 * prompts / _ms(lambda: first(state, tokens, starts)),
-        "decode_tokens_per_second": 1e3 * new / _ms(lambda: rest(state, *begun)),
+        "prefill_tokens_per_second": 1e3 * batch * options.prompt / prefill_ms,
+        "decode_tokens_per_second": 1e3 * batch * options.new / decode_ms,
         "cache": sum(array.nbytes for array in jax.tree.leaves(begun[1].past)),
     }
 
