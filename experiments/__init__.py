@@ -9,7 +9,7 @@ also has the scripts of studies that are finished.
     loss            loss_study, fine_tuning, stability, tradeoff
     formats         format_sqnr, after_training, int4_study
     training        training_throughput, communication, memory, examples_memory, gpu_suite
-    generation      quantized_generation
+    generation      quantized_generation, int4_speed, past_attention_speed, decode_step
     documentation   ideas (the pictures of docs/ideas.md), demo (`make demo`)
     all of them     published (writes their numbers and tables into README and docs)
 
@@ -18,7 +18,7 @@ The other modules are what these are made of:
     study                 what studies share: runs of arms over seeds, statistics, command line
     command, workers      the command line of others, and processes for each case
     records, row_files    results files, of one run and of many
-    timing                medians of what a device does
+    timing, rotation      medians of what a device does; operands that come from HBM
     corpus, random_batch  what is learnt; small_llama: what learns
     hopper                compiles for H100s without having them
 

@@ -54,7 +54,7 @@ def product(
     As in `gemm.product_of_codes`, x must come from values that were rounded before the cast.
     """
     if implementation == "triton" and x.shape[0] <= FEW_ROWS:
-        return _few_rows(x, weight)
+        return product_of_few_rows(x, weight)
     if weight.zero is None:
         codes, of_channel = four_bits.expand(weight.codes, weight.scale)
         sums = gemm.product_of_codes(x, codes, jnp.float32)
@@ -63,7 +63,7 @@ def product(
     return jnp.matmul(x.astype(jnp.bfloat16), values.T, preferred_element_type=jnp.float32)
 
 
-def _few_rows(x: Float[Array, "M K"], weight: Weight) -> Float[Array, "M N"]:
+def product_of_few_rows(x: Float[Array, "M K"], weight: Weight) -> Float[Array, "M N"]:
     from coat_jax.kernels.triton.int4 import few_rows_tile
 
     rows = x.shape[0]
