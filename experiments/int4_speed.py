@@ -14,7 +14,7 @@ programs of other ways. Weights rotate through more memory than the GPU's L2 cac
     layer       `ops.quantized_linear`: rounds x, multiplies and scales
     jnp.int4    x in BF16, codes in JAX's dtype and a scale for each group, through XLA
 
-`kernels.int4.FEW_ROWS` should be as many rows as those with which "kernel" wins over "expanded".
+`kernels.int4.FEW_ROWS` should be the most rows with which "kernel" wins over "expanded".
 """
 
 import argparse
@@ -159,8 +159,8 @@ def _expanded(x: Array, weight: ops.Quantized) -> Array:
 def _int4_kernel(x: Array, weight: ops.Quantized) -> Array:
     packed = int4.Weight(weight.codes, weight.scale, weight.zero)
     if jax.default_backend() != "gpu":  # where the kernel cannot run
-        return int4.product(x, packed, "xla")
-    return int4.product_of_few_rows(x, packed)
+        return int4.products(x, [packed], "xla")[0]
+    return int4.products_of_few_rows(x, [packed])[0]
 
 
 def _jnp_int4(x: Array, weight: tuple[Array, Array]) -> Array:

@@ -8,6 +8,7 @@ the sum of the group's x. It reads half a byte for each parameter. For many rows
 expanded to FP8 codes, or to BF16 where its scales are any numbers, and multiplied as those are.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -25,6 +26,7 @@ from coat_jax.numerics.four_bits import GROUP
 SCHEDULE = Schedule(64, 16, 4, 4)  # channels and, at least, rows of x
 FEW_ROWS = 64
 PROGRAMS = 264  # two for each processor of an H200
+MOST_WEIGHTS = 3  # of a launch
 
 
 class Weight(NamedTuple):
@@ -39,22 +41,31 @@ class Spec(NamedTuple):
     """The constants of the kernel."""
 
     rows: int  # of x
-    channels: int
     inputs: int
     part: int  # inputs of a program
     height: int  # channels of a program
     width: int  # rows of a program
+    channels: int
+    channels_2: int  # of the second weight; 0 without
+    channels_3: int
 
 
-def product(
-    x: Float[Array, "M K"], weight: Weight, implementation: Implementation = "xla"
-) -> Float[Array, "M N"]:
-    """x w^T, for x in E4M3, in FP32 or BF16; the scales of x are applied afterwards.
+def products(
+    x: Float[Array, "M K"], weights: Sequence[Weight], implementation: Implementation = "xla"
+) -> list[Float[Array, "M N"]]:
+    """x w^T of each weight, for x in E4M3, in FP32 or BF16; its scales are applied afterwards.
 
     As in `gemm.product_of_codes`, x must come from values that were rounded before the cast.
     """
     if implementation == "triton" and x.shape[0] <= FEW_ROWS:
-        return product_of_few_rows(x, weight)
+        alike = len({weight.zero is None for weight in weights}) == 1
+        if alike and len(weights) <= MOST_WEIGHTS:
+            return products_of_few_rows(x, weights)
+        return [products_of_few_rows(x, [weight])[0] for weight in weights]
+    return [_product_of_many_rows(x, weight) for weight in weights]
+
+
+def _product_of_many_rows(x: Float[Array, "M K"], weight: Weight) -> Float[Array, "M N"]:
     if weight.zero is None:
         codes, of_channel = four_bits.expand(weight.codes, weight.scale)
         sums = gemm.product_of_codes(x, codes, jnp.float32)
@@ -63,44 +74,54 @@ def product(
     return jnp.matmul(x.astype(jnp.bfloat16), values.T, preferred_element_type=jnp.float32)
 
 
-def product_of_few_rows(x: Float[Array, "M K"], weight: Weight) -> Float[Array, "M N"]:
+def products_of_few_rows(
+    x: Float[Array, "M K"], weights: Sequence[Weight]
+) -> list[Float[Array, "M N"]]:
+    """The kernel, for up to three weights that all have zeros, or all have none."""
     from coat_jax.kernels.triton.int4 import few_rows_tile
 
-    rows = x.shape[0]
-    channels, groups = weight.scale.shape
-    part = GROUP * _groups_of_a_part(groups, -(-channels // SCHEDULE.rows))
+    rows, inputs = x.shape
+    channels = [weight.codes.shape[0] for weight in weights]
+    blocks = sum(-(-of_weight // SCHEDULE.rows) for of_weight in channels)
+    part = GROUP * _groups_of_a_part(inputs // GROUP, blocks)
     width = max(SCHEDULE.columns, 1 << (rows - 1).bit_length())
-    of_group = jnp.sum(x.reshape(rows, groups, GROUP).astype(jnp.float32), axis=-1)
+    of_group = jnp.sum(x.reshape(rows, -1, GROUP).astype(jnp.float32), axis=-1)
+    absent = MOST_WEIGHTS - len(weights)
 
     def grid(shard: Array, *others: Array) -> dict[str, object]:
-        own = others[1].shape[0]  # channels of a shard
-        spec = Spec(rows, own, shard.shape[1], part, SCHEDULE.rows, width)
+        # Of a shard; the codes of each weight are followed by scales and zeros.
+        own = [codes.shape[0] for codes in others[1::3][: len(weights)]]
+        spec = Spec(rows, shard.shape[1], part, SCHEDULE.rows, width, *own, *[0] * absent)
+        blocks = sum(-(-of_weight // SCHEDULE.rows) for of_weight in own)
         return {
-            "programs": -(-own // SCHEDULE.rows) * -(-shard.shape[1] // part),
+            "programs": blocks * -(-shard.shape[1] // part),
             "warps": SCHEDULE.warps,
             "stages": SCHEDULE.stages,
             "SPEC": spec,
         }
 
-    (parts,) = launch_sharded(
+    arrays: list[tuple[Array | None, str]] = [(x, "!m k"), (of_group, f"!m k/{GROUP}")]
+    for i, weight in enumerate(weights):
+        of_groups = f"n{i} k/{GROUP}"
+        arrays += [
+            (weight.codes, f"n{i} k/2"),
+            (weight.scale, of_groups),
+            (weight.zero, of_groups),
+        ]
+    parts = launch_sharded(
         few_rows_tile,
-        [
-            (x, "!m k"),
-            (of_group, f"!m k/{GROUP}"),
-            (weight.codes, "n k/2"),
-            (weight.scale, f"n k/{GROUP}"),
-            (weight.zero, f"n k/{GROUP}"),
-        ],
-        [(f"k/{part} !m n", jnp.float32)],
+        arrays + [(None, "")] * (3 * absent),
+        [(f"k/{part} !m n{i}", jnp.float32) for i in range(len(weights))]
+        + [("", jnp.float32)] * absent,
         grid,
-        HAS_ZERO=weight.zero is not None,
+        HAS_ZERO=weights[0].zero is not None,
     )
-    return jnp.sum(parts, axis=0)
+    return [jnp.sum(of_weight, axis=0) for of_weight in parts[: len(weights)]]
 
 
 def _groups_of_a_part(groups: int, blocks: int) -> int:
     """How many groups a program sums, so that there are enough programs."""
-    part = max(groups * blocks // PROGRAMS, 1)
+    part = -(-groups // -(-PROGRAMS // blocks))
     # On a mesh inputs may be sharded, into whole parts.
     while jax.sharding.get_abstract_mesh().size > 1 and groups % part:
         part += 1

@@ -18,6 +18,7 @@ from coat_jax.nn.attention import Attention
 from coat_jax.nn.children import set_class
 from coat_jax.nn.mlp import GatedMLP
 from coat_jax.nn.parameters import value_of
+from coat_jax.nn.quantized import apply_all
 from coat_jax.ops.rotary import join_heads, split_heads
 from coat_jax.precision import BF16
 
@@ -39,7 +40,7 @@ class ModularAttention(Attention):
     def _heads(self, x: Float[Array, "B S D"], positions: Array | None) -> Any:
         n = x if self.norm is None else self.norm(x)
         layers: tuple[Projection, ...] = (self.query, self.key, self.value)
-        q, k, v = (split_heads(layer(n), self.head_dim) for layer in layers)
+        q, k, v = (split_heads(y, self.head_dim) for y in apply_all(layers, n))
         return x, *self._normalize_and_rotate(q, k, positions), v
 
     def _attend(
@@ -66,7 +67,7 @@ class ModularGatedMLP(GatedMLP):
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         """Applies the layer to the last axis."""
         n = x if self.norm is None else self.norm(x)
-        gate, up = self.gate(n), self.up(n)
+        gate, up = apply_all((self.gate, self.up), n)
         hidden = ops.activate(gate, up, activation=self.activation, precision=self.precision)
         y = self.down(hidden)
         return x + y if self.residual else y

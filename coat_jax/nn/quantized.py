@@ -1,5 +1,7 @@
 """A linear layer for inference, its weight in 8 or 4 bits; see `coat.ops.quantized_linear`."""
 
+from collections.abc import Callable, Sequence
+
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -7,7 +9,7 @@ from coat_jax import ops
 from coat_jax.nn.lora import FrozenWeight
 from coat_jax.nn.parameters import metadata, value_of
 from coat_jax.ops import Quantized
-from coat_jax.ops.quantized import Activations, require_quantized
+from coat_jax.ops.quantized import Activations, quantized_linears, require_quantized
 
 
 class QuantizedLinear(nnx.Module):
@@ -62,3 +64,16 @@ class QuantizedLinear(nnx.Module):
         """The bytes of codes and scales."""
         held: tuple[Array | None, ...] = self.weight()
         return sum(int(array.nbytes) for array in held if array is not None)
+
+
+def apply_all(
+    layers: Sequence[Callable[[Array], Array]], x: Float[Array, "*rows K"]
+) -> list[Float[Array, "*rows N"]]:
+    """Applies several layers to one input. Quantized ones may share a kernel."""
+    quantized = [layer for layer in layers if isinstance(layer, QuantizedLinear)]
+    modes = {layer.activations for layer in quantized}
+    if len(quantized) < len(layers) or len(modes) != 1:
+        return [layer(x) for layer in layers]
+    weights = [layer.weight() for layer in quantized]
+    biases = [value_of(layer.bias) for layer in quantized]
+    return quantized_linears(x, weights, biases, activations=modes.pop())

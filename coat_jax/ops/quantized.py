@@ -21,10 +21,13 @@ If a row of x has a NaN or an infinity, that row of y has no finite number. A st
 exception: infinities saturate.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 from coat_jax.errors import UserError
@@ -124,12 +127,57 @@ def quantized_linear(
         >>> coat.ops.quantized_linear(jnp.ones((8, 64)), weight).shape
         (8, 64)
     """
+    x = _require_fit(x, weight, bias, activations)
+    # FP16 cannot hold sums of codes. BF16 can: they are then rounded before they are scaled.
+    wide = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
+    if weight.format == "int4" and activations != "none":
+        (y,) = _int4_products(x, [weight], choose(implementation))
+    elif weight.format == "int4":
+        values = four_bits.values(weight.codes, weight.scale, weight.zero).astype(x.dtype)
+        y = jnp.matmul(x, values.T, preferred_element_type=jnp.float32)
+    elif activations == "none":
+        codes = weight.codes.astype(x.dtype)
+        y = jnp.matmul(x, codes.T, preferred_element_type=wide).astype(jnp.float32) * weight.scale
+    else:
+        rounded, row_scale = _round_rows(x, weight.input_scale, weight.format)
+        sums = gemm.product_of_codes(rounded, weight.codes, wide)
+        y = gemm.scale_sums(sums, row_scale[..., 0], weight.scale)
+    return _with_bias(y, bias, x.dtype)
+
+
+def quantized_linears(
+    x: Float[Array, "*rows K"],
+    weights: Sequence[Quantized],
+    biases: Sequence[Float[Array, " N"] | None],
+    *,
+    activations: Activations = "dynamic",
+    implementation: Implementation | None = None,
+) -> list[Float[Array, "*rows N"]]:
+    """`quantized_linear` of each weight. Those in INT4 share a kernel if x has few rows.
+
+    With "static" activations each weight rounds x with its own scale, and has its own kernel.
+    """
+    if activations != "dynamic" or any(weight.format != "int4" for weight in weights):
+        how: Any = {"activations": activations, "implementation": implementation}
+        pairs = zip(weights, biases, strict=True)
+        return [quantized_linear(x, weight, bias, **how) for weight, bias in pairs]
+    for weight, bias in zip(weights, biases, strict=True):
+        x = _require_fit(x, weight, bias, activations)
+    outputs = _int4_products(x, weights, choose(implementation))
+    return [_with_bias(y, bias, x.dtype) for y, bias in zip(outputs, biases, strict=True)]
+
+
+def _require_fit(
+    x: Float[Array, "*rows K"],
+    weight: Quantized,
+    bias: Float[Array, " N"] | None,
+    activations: Activations,
+) -> Float[Array, "*rows K"]:
+    """x as an array; raises unless weight and bias fit."""
     require_real("quantized_linear", x, least_rank=1)
     x = jnp.asarray(x)  # NumPy's FP64 becomes FP32
     require_quantized("quantized_linear", weight, activations)
-    in_int4 = weight.format == "int4"
-    name: EightBits = "fp8" if in_int4 else eight_bits.format_of_codes(weight.codes.dtype)
-    columns = x.shape[-1] // 2 if in_int4 else x.shape[-1]
+    columns = x.shape[-1] // 2 if weight.format == "int4" else x.shape[-1]
     if weight.codes.ndim != 2 or weight.codes.shape[1] != columns:
         raise ValueError(
             f"quantized_linear got an input with {x.shape[-1]} columns and codes of shape "
@@ -140,38 +188,33 @@ def quantized_linear(
             f"quantized_linear got a bias of shape {bias.shape}: it should be "
             f"{weight.scale.shape[:1]}, one number per output."
         )
-    # FP16 cannot hold sums of codes. BF16 can: they are then rounded before they are scaled.
-    wide = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
-    if in_int4:
-        y = _int4_product(x, weight, activations, choose(implementation))
-    elif activations == "none":
-        codes = weight.codes.astype(x.dtype)
-        y = jnp.matmul(x, codes.T, preferred_element_type=wide).astype(jnp.float32) * weight.scale
-    else:
-        rounded, row_scale = _round_rows(x, weight.input_scale, name)
-        sums = gemm.product_of_codes(rounded, weight.codes, wide)
-        y = gemm.scale_sums(sums, row_scale[..., 0], weight.scale)
-    return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
+    return x
 
 
-def _int4_product(
-    x: Float[Array, "*rows K"], weight: Quantized, activations: Activations, how: Implementation
+def _with_bias(
+    y: Float[Array, "*rows N"], bias: Float[Array, " N"] | None, dtype: DTypeLike
 ) -> Float[Array, "*rows N"]:
-    packed = int4.Weight(weight.codes, weight.scale, weight.zero)
-    if activations == "none":
-        values = four_bits.values(*packed).astype(x.dtype)
-        return jnp.matmul(x, values.T, preferred_element_type=jnp.float32)
-    rounded, row_scale = _round_rows(x, weight.input_scale, "fp8")
-    y = int4.product(rounded.reshape(-1, x.shape[-1]), packed, how)
-    return y.reshape(*x.shape[:-1], -1) * row_scale
+    return (y if bias is None else y + bias.astype(jnp.float32)).astype(dtype)
+
+
+def _int4_products(
+    x: Float[Array, "*rows K"], weights: Sequence[Quantized], how: Implementation
+) -> list[Float[Array, "*rows N"]]:
+    """Products with x in FP8, rounded with the static scale of the first weight if it has one."""
+    rounded, row_scale = _round_rows(x, weights[0].input_scale, "fp8")
+    packed = [int4.Weight(weight.codes, weight.scale, weight.zero) for weight in weights]
+    outputs = int4.products(rounded.reshape(-1, x.shape[-1]), packed, how)
+    return [y.reshape(*x.shape[:-1], -1) * row_scale for y in outputs]
 
 
 def row_scales(x: Float[Array, "*rows K"], name: EightBits) -> Float[Array, "*rows 1"]:
     """The scales of "dynamic" activations: from the largest magnitude of each row."""
-    largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True).astype(jnp.float32)
-    # XLA's maximum on CPUs may lose a NaN.
-    finite = jnp.all(jnp.isfinite(x), axis=-1, keepdims=True)
-    return jnp.where(finite, eight_bits.scale_of(largest, name), jnp.nan)
+    # As integers, magnitudes have the same order, and NaN is the largest: XLA's maximum of numbers
+    # may lose a NaN on CPUs, and a second reduction would be another launch on GPUs.
+    bits = lax.bitcast_convert_type(jnp.abs(x), f"uint{8 * x.dtype.itemsize}")
+    largest = lax.bitcast_convert_type(jnp.max(bits, axis=-1, keepdims=True), x.dtype)
+    scale = eight_bits.scale_of(largest.astype(jnp.float32), name)
+    return jnp.where(jnp.isfinite(largest), scale, jnp.nan)
 
 
 @jax.custom_jvp

@@ -8,7 +8,7 @@ import pytest
 from coat_jax import ops
 from coat_jax.errors import UserError
 from coat_jax.numerics import four_bits
-from coat_jax.ops.quantized import ACTIVATION_MODES
+from coat_jax.ops.quantized import ACTIVATION_MODES, quantized_linears
 
 K, N = 256, 24
 quantize_weight = jax.jit(ops.quantize_weight, static_argnames="format")
@@ -46,6 +46,20 @@ def test_it_is_the_product_of_what_codes_stand_for(activations, rows, zero):
     if zero is not None and activations != "none":
         bound += 2.0**-9 * float((np.abs(rounded(x, activations)) @ np.abs(values.T)).max())
     np.testing.assert_allclose(y, exact, atol=bound)
+
+
+@pytest.mark.parametrize("activations", ["none", "dynamic"])
+def test_several_weights_are_applied_as_each_of_them(activations):
+    """One in INT8 among them, too."""
+    x, w, bias = arrays((2, 3))
+    weights = [quantize_weight(w, "int4"), quantize_weight(2 * w[:, :8], "int4")]
+    for more in ([], [quantize_weight(w, "int8")]):
+        several, biases = weights + more, [bias, None, *[None] * len(more)]
+        together = jax.jit(quantized_linears, static_argnames="activations")
+        found = together(x, several, biases, activations=activations)
+        for y, weight, b in zip(found, several, biases, strict=True):
+            expected = quantized_linear(x, weight, b, activations=activations)
+            np.testing.assert_allclose(y, expected, atol=1e-5)
 
 
 def test_a_row_with_a_nan_is_lost_and_no_other():

@@ -3,11 +3,12 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from hopper import COMPILED, kernel_calls
+from hopper import COMPILED, kernel_calls, kernels, spilled_bytes
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from coat_jax import ops
+from coat_jax.ops.quantized import quantized_linears
 from experiments.hopper import OPTIONS, compile_for, hopper_mesh, there
 
 pytestmark = COMPILED
@@ -16,7 +17,7 @@ K, N = 11008, 4096
 WHOLE = P()
 
 
-def program(rows, *, of_codes=WHOLE, devices=1):
+def program(rows, *, of_codes=WHOLE, devices=1, weights=1):
     mesh = hopper_mesh((devices,), ("x",))
 
     def array(shape, dtype, spec=WHOLE):
@@ -27,7 +28,8 @@ def program(rows, *, of_codes=WHOLE, devices=1):
     )
 
     def layer(x, weight):
-        return ops.quantized_linear(x, weight, implementation="triton")
+        several = [weight._replace(scale=weight.scale * (i + 1)) for i in range(weights)]
+        return quantized_linears(x, several, [None] * weights, implementation="triton")
 
     inputs = P(None, *of_codes[1:2])
     with there():
@@ -42,6 +44,18 @@ def test_few_rows_are_one_kernel_that_reads_the_codes(rows):
     assert "__cublas" not in compiled.as_text()
     # Nothing as large as the weight is made.
     assert compiled.memory_analysis().temp_size_in_bytes < K * N / 4
+
+
+@pytest.mark.parametrize("weights", [2, 3])
+@pytest.mark.parametrize("spec", [None, P("x"), P(None, "x")], ids=["one", "outputs", "inputs"])
+def test_weights_of_one_input_share_a_kernel(weights, spec, tmp_path):
+    sharded = {} if spec is None else {"of_codes": spec, "devices": 2}
+    compiled = program(16, weights=weights, **sharded)
+    assert kernel_calls(compiled) == 1
+    (ptx,) = kernels(compiled)
+    assert "mma" in ptx
+    assert "cp.async" in ptx  # loads of later steps are under way
+    assert spilled_bytes(ptx, tmp_path) == 0
 
 
 def test_many_rows_are_one_product_in_fp8():

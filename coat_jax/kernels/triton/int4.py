@@ -13,18 +13,39 @@ HALF = tl.constexpr(64)  # of a group
 
 @triton.jit
 def few_rows_tile(
-    x, sums, codes, scale, zero, out,
-    HAS_ZERO: tl.constexpr, SPEC: tl.constexpr,
+    x, sums, codes, scale, zero, codes_2, scale_2, zero_2, codes_3, scale_3, zero_3,
+    out, out_2, out_3, HAS_ZERO: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """A block of channels, over a part of the inputs: out is [parts, rows, channels]."""
-    blocks: tl.constexpr = (SPEC.channels + SPEC.height - 1) // SPEC.height
+    """Blocks of up to three weights; SPEC has no channels of those that are not there."""
+    parts: tl.constexpr = (SPEC.inputs + SPEC.part - 1) // SPEC.part
+    second: tl.constexpr = parts * ((SPEC.channels + SPEC.height - 1) // SPEC.height)
+    third: tl.constexpr = second + parts * ((SPEC.channels_2 + SPEC.height - 1) // SPEC.height)
+    i = tl.program_id(0)
+    if SPEC.channels_2 == 0:  # noqa: SIM114  # a single weight needs no branch
+        multiply_block(x, sums, codes, scale, zero, out, i, SPEC.channels, HAS_ZERO, SPEC)
+    elif i < second:
+        multiply_block(x, sums, codes, scale, zero, out, i, SPEC.channels, HAS_ZERO, SPEC)
+    elif i < third:
+        i -= second
+        multiply_block(x, sums, codes_2, scale_2, zero_2, out_2, i, SPEC.channels_2, HAS_ZERO, SPEC)
+    elif SPEC.channels_3 > 0:
+        i -= third
+        multiply_block(x, sums, codes_3, scale_3, zero_3, out_3, i, SPEC.channels_3, HAS_ZERO, SPEC)
+
+
+@triton.jit
+def multiply_block(
+    x, sums, codes, scale, zero, out, program,
+    CHANNELS: tl.constexpr, HAS_ZERO: tl.constexpr, SPEC: tl.constexpr,
+):  # fmt: skip
+    """A block of a weight's channels, over a part of the inputs: out is [parts, rows, channels]."""
+    blocks: tl.constexpr = (CHANNELS + SPEC.height - 1) // SPEC.height
     groups: tl.constexpr = SPEC.inputs // (2 * HALF)
-    program = tl.program_id(0)
     block, part = program % blocks, program // blocks
     HEIGHT: tl.constexpr = SPEC.height
     WIDTH: tl.constexpr = SPEC.width
     n, m, k = block * HEIGHT + tl.arange(0, HEIGHT), tl.arange(0, WIDTH), tl.arange(0, HALF)
-    is_channel, is_row = n < SPEC.channels, m < SPEC.rows
+    is_channel, is_row = n < CHANNELS, m < SPEC.rows
     of_codes = codes + n.to(tl.int64)[:, None] * (SPEC.inputs // 2) + k[None, :]
     of_x = x + m[None, :] * SPEC.inputs + k[:, None]
     of_part: tl.constexpr = SPEC.part // (2 * HALF)
@@ -46,5 +67,5 @@ def few_rows_tile(
         else:
             centre = 8.0 * of_group[None, :]
         total += s[:, None] * (512.0 * product - centre)
-    where = out + (part * SPEC.rows + m[None, :]) * SPEC.channels + n[:, None]
+    where = out + (part * SPEC.rows + m[None, :]) * CHANNELS + n[:, None]
     tl.store(where, total, mask=is_channel[:, None] & is_row[None, :])
