@@ -17,6 +17,7 @@ from small_model import SMALL
 from coat_jax import quantization as q
 from coat_jax.generation import decode, prefill
 from coat_jax.quantization.projections import paths_of
+from experiments import decode_step
 from experiments.hopper import OPTIONS, compile_for, hopper_mesh, there
 
 pytestmark = [
@@ -57,3 +58,11 @@ def test_every_projection_multiplies_codes():
         products = [line for line in program.as_text().splitlines() if "__cublas$lt" in line]
         assert sum("(s32[" in line for line in products) == 7 * 2
         assert sum("__cublas$lt$matmul$f8" in line for line in products) == 7 * 2
+
+
+def test_projections_of_one_input_share_a_kernel():
+    """Queries, keys and values, and gate and up; a layer has four kernels of INT4 weights."""
+    case = decode_step.measure("llama_tiny", "int4", "int8", texts=2, slots=64)
+    kernels = {"few_rows_tile": 4}
+    assert case["layer"] == case["layer"] | kernels
+    assert "cuBLAS" not in case["layer"]
