@@ -10,7 +10,7 @@ programs of other ways. Weights rotate through more memory than the GPU's L2 cac
 
     codes       a product of codes that exist, of cuBLASLt
     expanded    INT4 codes are expanded to FP8 codes, which cuBLASLt multiplies
-    kernel      INT4 codes times FP8 codes in the Triton kernel
+    kernel      INT4 codes times FP8 codes in the Triton kernel, with the sums of groups and parts
     layer       `ops.quantized_linear`: rounds x, multiplies and scales
     jnp.int4    x in BF16, codes in JAX's dtype and a scale for each group, through XLA
 
@@ -39,6 +39,7 @@ from experiments.rotation import BY_CUBLAS, BY_XLA, Case, Program, nbytes
 SHAPES = ((4096, 4096), (12288, 4096), (11008, 4096), (22016, 4096), (4096, 11008))
 SMALL = ((256, 128), (128, 256))
 ROWS = (1, 4, 16, 32, 64, 128, 1024)
+FP8_ROWS = 16  # XLA pads fewer for cuBLASLt, in launches of their own
 MOST_KERNEL_ROWS = 128
 LAYER_ROWS = (1, 16, 64)  # where XLA may use its own Triton GEMMs: these take long to compile
 # Of the kernel: channels of a block, warps and stages, and how many programs there should be.
@@ -58,6 +59,7 @@ class Way(NamedTuple):
     weight: Callable[[Array, int, int], Any]  # of a key, N and K
     multiply: Callable[[Array, Any], Array]
     options: dict[str, Any] = BY_CUBLAS
+    least_rows: int = 1
 
 
 def main() -> None:
@@ -98,9 +100,9 @@ def ways(rows: int) -> dict[str, Way]:
     """Those for as many rows."""
     found = {
         "BF16": Way(jnp.bfloat16, _bf16_weight, jnp.matmul),
-        "FP8 codes": Way(E4M3, _fp8_weight, _fp8_codes),
+        "FP8 codes": Way(E4M3, _fp8_weight, _fp8_codes, least_rows=FP8_ROWS),
         "INT8 codes": Way(jnp.int8, _int8_weight, _int8_codes),
-        "W4A8 expanded": Way(E4M3, _int4_weight, _expanded),
+        "W4A8 expanded": Way(E4M3, _int4_weight, _expanded, least_rows=FP8_ROWS),
     }
     if rows <= MOST_KERNEL_ROWS:
         found["W4A8 kernel"] = Way(E4M3, _int4_weight, _int4_kernel)
@@ -214,7 +216,8 @@ def copies(way: Way, n: int, k: int) -> list[Any]:
 
 def products(way: Way, weights: list[Any], k: int, m: int) -> Program:
     """A program that multiplies one x with weight after weight."""
-    x = (30 * jax.random.normal(jax.random.key(1), (m, k))).astype(way.x)
+    shape = max(m, way.least_rows), k
+    x = (30 * jax.random.normal(jax.random.key(1), shape)).astype(way.x)
     size = nbytes(weights[0])
     return rotation.repeat(way.multiply, x, weights, size, options=way.options)
 
