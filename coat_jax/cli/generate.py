@@ -12,8 +12,8 @@ others when the batch is finished.
 The tokenizer is the tokenizer.json in WHERE, or else the one that the run was trained with. Without
 either, a model with a vocabulary of 256 tokens reads bytes, and any other needs --tokenizer. The
 model of a run computes in the precision that it was trained in, a Hugging Face model in the dtype
-of its weights, and a quantized one in 8 bits. A text ends at the token that ends a document, or at
-one of --stop.
+of its weights, and a quantized one in 8 or 4 bits. A text ends at the token that ends a document,
+or at one of --stop.
 
 --cache int8 stores the keys and values of past tokens in half of BF16's memory, int4 in about a
 quarter. With many or long texts, most of the time of a new token goes into reading them. INT8

@@ -8,6 +8,7 @@ the sum of the group's x. It reads half a byte for each parameter. For many rows
 expanded to FP8 codes, or to BF16 where its scales are any numbers, and multiplied as those are.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -51,21 +52,25 @@ class Spec(NamedTuple):
 
 
 def products(
-    x: Float[Array, "M K"], weights: Sequence[Weight], implementation: Implementation = "xla"
-) -> list[Float[Array, "M N"]]:
+    x: Float[Array, "*rows K"], weights: Sequence[Weight], implementation: Implementation = "xla"
+) -> list[Float[Array, "*rows N"]]:
     """x w^T of each weight, for x in E4M3, in FP32 or BF16; its scales are applied afterwards.
 
     As in `gemm.product_of_codes`, x must come from values that were rounded before the cast.
     """
-    if implementation == "triton" and x.shape[0] <= FEW_ROWS:
+    *leading, inputs = x.shape
+    if implementation == "triton" and 0 < math.prod(leading) <= FEW_ROWS:
+        rows = x.reshape(-1, inputs)
         alike = len({weight.zero is None for weight in weights}) == 1
         if alike and len(weights) <= MOST_WEIGHTS:
-            return products_of_few_rows(x, weights)
-        return [products_of_few_rows(x, [weight])[0] for weight in weights]
+            found = products_of_few_rows(rows, weights)
+        else:
+            found = [products_of_few_rows(rows, [weight])[0] for weight in weights]
+        return [y.reshape(*leading, -1) for y in found]
     return [_product_of_many_rows(x, weight) for weight in weights]
 
 
-def _product_of_many_rows(x: Float[Array, "M K"], weight: Weight) -> Float[Array, "M N"]:
+def _product_of_many_rows(x: Float[Array, "*rows K"], weight: Weight) -> Float[Array, "*rows N"]:
     if weight.zero is None:
         codes, of_channel = four_bits.expand(weight.codes, weight.scale)
         sums = gemm.product_of_codes(x, codes, jnp.float32)

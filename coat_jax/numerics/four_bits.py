@@ -75,17 +75,16 @@ def group_scales(weight: Float[Array, "N K"]) -> Float[Array, "N G"]:
 
 def encode(weight: Float[Array, "N K"], scale: Float[Array, "N G"]) -> Packed:
     """The codes of a weight whose zero is 8."""
-    of_element = jnp.repeat(scale.astype(jnp.float32), GROUP, axis=1)
-    whole = jnp.clip(jnp.round(weight.astype(jnp.float32) / of_element), SMALLEST, LARGEST)
-    return pack(whole + ZERO)
+    groups = weight.astype(jnp.float32).reshape(*scale.shape, GROUP)
+    whole = jnp.clip(jnp.round(groups / scale.astype(jnp.float32)[..., None]), SMALLEST, LARGEST)
+    return pack((whole + ZERO).reshape(weight.shape))
 
 
 def values(
     codes: Packed, scale: Float[Array, "N G"], zero: UInt8[Array, "N G"] | None = None
 ) -> Float[Array, "N K"]:
     """The weight that codes stand for, in FP32."""
-    whole = _centred(codes, zero).astype(jnp.float32)
-    return whole * jnp.repeat(scale.astype(jnp.float32), GROUP, axis=1)
+    return _scaled(_centred(codes, zero), scale.astype(jnp.float32))
 
 
 def expand(
@@ -94,17 +93,22 @@ def expand(
     """The codes in E4M3, and the scale of each channel, for scales that have this form."""
     wide = scale.astype(jnp.float32)
     of_channel = jnp.max(wide, axis=1)
-    powers = jnp.repeat(wide / of_channel[:, None], GROUP, axis=1)
-    return (_centred(codes, None).astype(jnp.float32) * powers).astype(E4M3), of_channel
+    of_channel = jnp.where(of_channel > 0, of_channel, 1.0)
+    return _scaled(_centred(codes, None), wide / of_channel[:, None]).astype(E4M3), of_channel
 
 
-def _centred(codes: Packed, zero: UInt8[Array, "N G"] | None) -> Int[Array, "N K"]:
-    u = unpack(codes).astype(jnp.int8)
-    return u - (ZERO if zero is None else jnp.repeat(zero.astype(jnp.int8), GROUP, axis=1))
+def _centred(codes: Packed, zero: UInt8[Array, "N G"] | None) -> Int[Array, "N G 128"]:
+    u = unpack(codes).astype(jnp.int8).reshape(codes.shape[0], -1, GROUP)
+    return u - (ZERO if zero is None else zero.astype(jnp.int8)[..., None])
+
+
+def _scaled(whole: Int[Array, "N G 128"], scale: Float[Array, "N G"]) -> Float[Array, "N K"]:
+    return (whole.astype(jnp.float32) * scale[..., None]).reshape(whole.shape[0], -1)
 
 
 def are_of_channel(scale: Float[Array, "N G"]) -> bool:
-    """Whether the scales of each channel are one number times powers of two, from 1 to 2^-9."""
-    mantissas, exponents = jnp.frexp(jnp.asarray(scale).astype(jnp.float32))
-    alike = jnp.all(mantissas == mantissas[:, :1])
+    """Whether the scales of each channel are one number of BF16 times powers of two, 1 to 2^-9."""
+    wide = jnp.asarray(scale).astype(jnp.float32)
+    mantissas, exponents = jnp.frexp(wide)
+    alike = jnp.all((mantissas == mantissas[:, :1]) & (wide == wide.astype(jnp.bfloat16)))
     return bool(alike & (jnp.ptp(exponents, axis=1).max() <= MOST_EXPONENT))

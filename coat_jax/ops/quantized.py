@@ -133,8 +133,9 @@ def quantized_linear(
     if weight.format == "int4" and activations != "none":
         (y,) = _int4_products(x, [weight], choose(implementation))
     elif weight.format == "int4":
-        values = four_bits.values(weight.codes, weight.scale, weight.zero).astype(x.dtype)
-        y = jnp.matmul(x, values.T, preferred_element_type=jnp.float32)
+        values = four_bits.values(weight.codes, weight.scale, weight.zero)
+        # FP16 may not hold them, BF16 may.
+        y = jnp.matmul(x.astype(wide), values.astype(wide).T, preferred_element_type=jnp.float32)
     elif activations == "none":
         codes = weight.codes.astype(x.dtype)
         y = jnp.matmul(x, codes.T, preferred_element_type=wide).astype(jnp.float32) * weight.scale
@@ -177,11 +178,12 @@ def _require_fit(
     require_real("quantized_linear", x, least_rank=1)
     x = jnp.asarray(x)  # NumPy's FP64 becomes FP32
     require_quantized("quantized_linear", weight, activations)
-    columns = x.shape[-1] // 2 if weight.format == "int4" else x.shape[-1]
-    if weight.codes.ndim != 2 or weight.codes.shape[1] != columns:
+    of_byte = 2 if weight.format == "int4" else 1
+    if weight.codes.ndim != 2 or of_byte * weight.codes.shape[1] != x.shape[-1]:
+        columns = weight.codes.shape[-1] * of_byte
         raise ValueError(
             f"quantized_linear got an input with {x.shape[-1]} columns and codes of shape "
-            f"{weight.codes.shape}: they should be [outputs, {columns}]."
+            f"{weight.codes.shape}, which are for {columns}."
         )
     if bias is not None and bias.shape != weight.scale.shape[:1]:
         raise ValueError(
@@ -203,8 +205,7 @@ def _int4_products(
     """Products with x in FP8, rounded with the static scale of the first weight if it has one."""
     rounded, row_scale = _round_rows(x, weights[0].input_scale, "fp8")
     packed = [int4.Weight(weight.codes, weight.scale, weight.zero) for weight in weights]
-    outputs = int4.products(rounded.reshape(-1, x.shape[-1]), packed, how)
-    return [y.reshape(*x.shape[:-1], -1) * row_scale for y in outputs]
+    return [y * row_scale for y in int4.products(rounded, packed, how)]
 
 
 def row_scales(x: Float[Array, "*rows K"], name: EightBits) -> Float[Array, "*rows 1"]:

@@ -17,8 +17,10 @@ import numpy as np
 
 from coat_jax.errors import UserError
 from coat_jax.models import Config
+from coat_jax.models.hf.weights import DECODER
 from coat_jax.models.lazy_arrays import Index, LazyArray
 from coat_jax.numerics.four_bits import GROUP
+from coat_jax.ops.quantized import require_groups
 from coat_jax.quantization.layout import ENTRY, module_of
 from coat_jax.quantization.projections import paths_of
 from coat_jax.quantization.recipe import Scheme
@@ -28,7 +30,11 @@ METHODS = ("awq", "gptq")
 ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])  # of AWQ's outputs
 SETTINGS: dict[str, dict[str, tuple[Any, ...]]] = {
     "awq": {"bits": (4,), "group_size": (GROUP,), "version": ("gemm", "GEMM")},
-    "gptq": {"bits": (4,), "group_size": (GROUP,)},
+    "gptq": {
+        "bits": (4,),
+        "group_size": (GROUP,),
+        "checkpoint_format": ("gptq", "gptq_v2", None),
+    },
 }
 
 
@@ -44,29 +50,46 @@ def read(
                 f"reads {allowed[0]!r}."
             )
     found, schemes = dict(tensors), {}
+    shapes = DECODER.shapes_in_files(config)
     for path in paths_of(config):
         module = module_of(path)
-        parts = {
-            name: found.pop(f"{module}.{name}", None)
-            for name in ("qweight", "qzeros", "scales", "g_idx")
-        }
-        codes, zeros, scales, order = parts.values()
-        if codes is None or zeros is None or scales is None:
+        if f"{module}.qweight" not in found:
             continue
-        if order is not None and (order.whole() != np.arange(len(order.whole())) // GROUP).any():
+        outputs, inputs = shapes[f"{module}.weight"]
+        require_groups(module, inputs)
+        groups = inputs // GROUP
+        is_awq = method == "awq"
+        needed = {
+            "qweight": ((inputs, outputs // 8) if is_awq else (inputs // 8, outputs), "int32"),
+            "qzeros": ((groups, outputs // 8), "int32"),
+            "scales": ((groups, outputs), "float16"),
+        }
+        order, bias = (found.pop(f"{module}.{name}", None) for name in ("g_idx", "bias"))
+        parts: dict[str, LazyArray] = {}
+        for name, (shape, kind) in needed.items():
+            one = found.pop(f"{module}.{name}", None)
+            if one is None or one.shape != shape or (kind == "int32") != (one.dtype == np.int32):
+                there = "none" if one is None else f"{one.dtype.name} {one.shape}"
+                raise UserError(f"{module}.{name} is {there}, and INT4 needs {kind} {shape}.")
+            parts[name] = one
+        neighbours = np.arange(inputs) // GROUP
+        if data.get("desc_act") if order is None else not np.array_equal(order.whole(), neighbours):
             raise UserError(
                 f"{module} has groups of inputs that are no neighbours (desc_act, g_idx), which "
                 "coat_jax does not read. Quantize the model without activation order."
             )
+        # Some tools write biases for all modules, zeros where the model has none.
+        if bias is not None and (f"{module}.bias" in shapes or bias.whole().any()):
+            found[f"{module}.bias"] = bias
         schemes[path] = Scheme("int4", "none", zeros=True)
         less = int(method == "gptq" and data.get("checkpoint_format") != "gptq_v2")
-        made = _as_packed(method, less, codes, zeros, scales)
+        made = _as_packed(method, less, **parts)
         found |= {f"{module}.{name}": one for name, one in made.items()}
     return schemes, found
 
 
 def _as_packed(
-    method: str, less: int, codes: LazyArray, zeros: LazyArray, scales: LazyArray
+    method: str, less: int, qweight: LazyArray, qzeros: LazyArray, scales: LazyArray
 ) -> dict[str, LazyArray]:
     """The tensors of a projection as compressed-tensors has them."""
     unpack_codes, unpack_zeros = _UNPACK[method]
@@ -75,10 +98,10 @@ def _as_packed(
     of_groups = outputs, groups
     return {
         "weight_packed": _made(
-            (outputs, groups * GROUP // 8), np.int32, lambda: _packed(unpack_codes(codes))
+            (outputs, groups * GROUP // 8), np.int32, lambda: _packed(unpack_codes(qweight))
         ),
         "weight_scale": _made(of_groups, np.float32, lambda: scales.whole().T),
-        "weight_zero": _made(of_groups, np.uint8, lambda: unpack_zeros(zeros) + less),
+        "weight_zero": _made(of_groups, np.uint8, lambda: unpack_zeros(qzeros) + less),
         "weight_shape": _made((2,), np.int64, lambda: shape),
     }
 

@@ -86,6 +86,7 @@ def test_scales_of_others_are_recognized():
     assert four_bits.are_of_channel(scale)
     assert not four_bits.are_of_channel(scale * jnp.array([1, 1, 0.5]))  # E4M3 ends there
     assert not four_bits.are_of_channel(scale.at[0, 1].set(0.75))
+    assert not four_bits.are_of_channel(scale * (1 + 2.0**-9))  # which BF16 does not hold
 
 
 def test_codes_may_have_zeros_of_their_own():

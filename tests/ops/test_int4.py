@@ -70,6 +70,23 @@ def test_a_row_with_a_nan_is_lost_and_no_other():
     assert np.isfinite(y[[0, 1, 3]]).all()
 
 
+def test_fp16_need_not_hold_the_weight():
+    """Nor a channel whose scales are all zero FP8."""
+    weight = ops.quantize_weight(np.eye(128, dtype=np.float32) * 2e5, "int4")
+    x = np.full((2, 128), 1e-3, np.float16)
+    for activations in ("none", "dynamic"):
+        np.testing.assert_allclose(
+            quantized_linear(x, weight, activations=activations), 200, rtol=1e-2
+        )
+    lost = weight._replace(scale=weight.scale.at[3].set(0))
+    assert quantized_linear(x, lost)[0, 3] == 0
+
+
+def test_an_input_without_rows_has_no_results():
+    _, w, _ = arrays((1,))
+    assert ops.quantized_linear(jnp.ones((0, K)), quantize_weight(w, "int4")).shape == (0, N)
+
+
 def test_a_weight_without_whole_groups_is_refused():
     with pytest.raises(UserError, match="with 200 inputs cannot be in INT4"):
         ops.quantize_weight(jnp.ones((200, 4)), "int4")
@@ -77,8 +94,8 @@ def test_a_weight_without_whole_groups_is_refused():
 
 def test_an_input_of_another_width_is_named():
     _, w, _ = arrays((1,))
-    with pytest.raises(ValueError, match=r"128 columns and codes of shape \(24, 128\)"):
-        ops.quantized_linear(jnp.ones((2, 128)), quantize_weight(w, "int4"))
+    with pytest.raises(ValueError, match=r"257 columns and .* which are for 256"):
+        ops.quantized_linear(jnp.ones((2, 257)), quantize_weight(w, "int4"))
 
 
 def test_gradients_of_weights_alone_are_right_and_others_refused():

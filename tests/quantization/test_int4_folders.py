@@ -142,10 +142,39 @@ def test_others_weights_are_read_as_they_are(method, tmp_path):
         ("awq", {"version": "gemv"}, "has version='gemv'; coat_jax reads 'gemm'"),
         ("gptq", {"bits": 3}, "has bits=3; coat_jax reads 4"),
         ("awq", {"group_size": 64}, "has group_size=64"),
+        ("gptq", {"checkpoint_format": "marlin"}, "has checkpoint_format='marlin'"),
     ],
 )
 def test_other_settings_are_refused(method, more, named, tmp_path):
     theirs(tmp_path, method, **more)
+    with pytest.raises(UserError, match=named):
+        q.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change_one", "named"),
+    [
+        ({"up_proj.qweight": lambda a: a[:, :-1]}, r"up_proj\.qweight is int32 \(16, 255\)"),
+        ({"up_proj.qweight": lambda a: a.astype(np.float32)}, "qweight is float32"),
+        ({"up_proj.qzeros": lambda a: None}, r"qzeros is none, and INT4 needs int32 \(1, 32\)"),
+        ({"up_proj.scales": lambda a: a[0]}, "needs float16"),
+        ({"up_proj.g_idx": lambda a: a[:5]}, "groups of inputs that are no neighbours"),
+        ({"up_proj.bias": lambda a: np.ones(256, np.float16)}, r"also has .*up_proj\.bias"),
+        ({"up_proj.bias": lambda a: np.zeros(256, np.float16)}, None),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(change_one, named, tmp_path):
+    theirs(tmp_path, "gptq")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    ((name, how),) = change_one.items()
+    changed = how(tensors.pop(f"model.layers.0.mlp.{name}", None))
+    if changed is not None:
+        tensors[f"model.layers.0.mlp.{name}"] = np.ascontiguousarray(changed)
+    save_file(tensors, file, {"format": "pt"})
+    if named is None:
+        q.load(tmp_path)
+        return
     with pytest.raises(UserError, match=named):
         q.load(tmp_path)
 

@@ -121,7 +121,7 @@ def test_inputs_decide_too_and_mixed_is_better_than_either_format():
     static = {"activations": "static", "activation_fit": "max"}
     small = {name: quantized(model, format=name, **static) for name in ("int8", "fp8", "mixed")}
     schemes = q.schemes_of(small["mixed"])
-    assert schemes["layers.0.mlp.gate"] == ("fp8", "static")
+    assert schemes["layers.0.mlp.gate"] == q.Scheme("fp8", "static")
     assert schemes["layers.0.mlp.up"].format == "fp8"
     of_weights = q.schemes_of(quantized(model, format="mixed", activations="none"))
     assert of_weights["layers.0.mlp.gate"].format == "int8"
@@ -136,7 +136,7 @@ def test_inputs_decide_too_and_mixed_is_better_than_either_format():
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"format": "int4"}, "format='int4'"),
+        ({"format": "int3"}, "format='int3'"),
         ({"fit": "best"}, "fit='best'"),
         ({"activations": "some"}, "activations='some'"),
         ({"activation_fit": "best"}, "activation_fit='best'"),
