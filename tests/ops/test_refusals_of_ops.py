@@ -179,7 +179,7 @@ VALUES = [
     (adapted(X, FROZEN, ADAPTER, ones(3)), r"bias of shape \(3,\) .* it should be \(29,\)"),
     (adapted(precision=SWAPPED), "float8_e4m3fn, but .* multiplies in E5M2"),
     (quantize(W[0]), r"a weight \[K, N\]"),
-    (quantize(W, "int4"), "one of int8, fp8"),
+    (quantize(W, "int3"), "one of int8, fp8, int4"),
     (quantize(W, fit="best"), "fit='best' must be 'max' or"),
     (quantized(X[..., 1:], QUANTIZED), "with 12 columns"),
     (quantized(X, QUANTIZED, activations="static"), "needs a weight with an input_scale"),
