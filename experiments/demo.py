@@ -12,6 +12,7 @@ in nats per byte; a model that knows nothing has ln 256 = 5.55.
 import argparse
 import dataclasses
 import shutil
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,7 +63,7 @@ def main() -> None:
             seed=options.seed,
             out=str(folder / name),
         )
-        train(config, console)
+        train_whole(config, console)
         outcomes.append(outcome(name, config))
     console.rule("Results")
     for one in outcomes:
@@ -74,6 +75,13 @@ def main() -> None:
     settings = {"steps": options.steps, "seed": options.seed}
     records.write(figures, {"settings": settings, "outcomes": [o._asdict() for o in outcomes]})
     console.print(f"Losses: {picture}\nFigures: {figures}", highlight=False, soft_wrap=True)
+
+
+def train_whole(config: TrainConfig, console: Console) -> None:
+    """Trains to the last step; where a signal stops it before, the program ends."""
+    found = train(config, console)
+    if found.stopped:
+        sys.exit(f"Stopped at step {found.step}: only whole runs are compared.")
 
 
 def parse() -> argparse.Namespace:

@@ -33,9 +33,9 @@ from coat_jax.training.config import (
     TrainConfig,
 )
 from coat_jax.training.data import VideosConfig
-from coat_jax.training.loop import train
 from experiments import records
 from experiments.command import ROOT, parser_of
+from experiments.demo import train_whole
 from experiments.drawn_videos import (
     TIMES,
     WORDS,
@@ -89,7 +89,7 @@ def main() -> None:
     models: dict[str, VideoTransformer] = {}
     for name, (model, optimizer) in WAYS.items():
         console.rule(name)
-        train(config_of(model, optimizer, options.steps, folder, name), console)
+        train_whole(config_of(model, optimizer, options.steps, folder, name), console)
         models[name] = weights.load(folder / name)
     console.rule("Results")
     held_out = [drawn(number) for number in range(options.videos, options.videos + HELD_OUT)]

@@ -25,9 +25,9 @@ from coat_jax.cli.model_folder import ModelFolder
 from coat_jax.cli.pictures import Asker
 from coat_jax.training.config_files import load_config
 from coat_jax.training.data.drawings import COUNTS, Drawing, draw
-from coat_jax.training.loop import train
 from experiments import records
 from experiments.command import ROOT, parser_of
+from experiments.demo import train_whole
 
 RUNS = {"BF16": "vlm_tiny:bf16", "COAT": "vlm_tiny"}
 KINDS = {"read": "read the digits", "place": "what is where", "count": "how many"}
@@ -63,7 +63,7 @@ def main() -> None:
         config = load_config(source)
         steps = options.steps or config.total_steps
         config = dataclasses.replace(config, total_steps=steps, out=str(folder / name))
-        train(config, console)
+        train_whole(config, console)
         answers[name] = ask(folder / name, drawings)
     console.rule("Results")
     compared = [compare(kind, drawings, *answers.values()) for kind in KINDS]

@@ -8,7 +8,8 @@ import pytest
 from scipy import stats
 
 from coat_jax.training.data.drawings import draw
-from experiments import vision_demo
+from coat_jax.training.loop import Outcome
+from experiments import demo, vision_demo
 from experiments.study.study import Job
 from experiments.vision_study import icons, show, training
 from experiments.vision_study.arms import ARMS, SIZES
@@ -108,6 +109,13 @@ def test_the_demo_counts_right_answers(tmp_path):
     assert "75.0 %" in "".join(vision_demo.table([found]).columns[2].cells)
     vision_demo.draw_answers(tmp_path / "a.png", drawings, {"BF16": right, "COAT": wrong})
     assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_a_demo_that_is_stopped_compares_nothing(monkeypatch):
+    outcome = Outcome(3, 1.0, None, stopped=True)
+    monkeypatch.setattr(demo, "train", lambda config, console: outcome)
+    with pytest.raises(SystemExit, match="Stopped at step 3"):
+        demo.train_whole(None, None)
 
 
 def test_an_arm_decides_the_precision_of_the_parts():
