@@ -7,7 +7,7 @@
 Both start from the same parameters and see the same videos, times and noise. A video shows one
 shape of one color that moves in one direction, which its text names. Reported is the held-out loss
 by time (1 is noise), and drawn are videos of some texts: drawn ones, and what both networks make of
-the same noise. It takes 15 minutes on two idle processors.
+the same noise. It takes 25 minutes on two idle processors.
 """
 
 import dataclasses
