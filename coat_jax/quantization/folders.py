@@ -282,9 +282,7 @@ def _read_int4(packed: LazyArray, index: Index) -> np.ndarray:
 
 
 def _pack_int4(codes: UInt8[np.ndarray, "N K/2"]) -> Int32[np.ndarray, "N P"]:
-    """Eight codes in each number, the first in its lowest four bits."""
-    u = np.asarray(four_bits.unpack(jnp.asarray(codes)))
-    return np.ascontiguousarray(u[:, ::2] | u[:, 1::2] << 4).view("<i4")
+    return layout.pack_eight(np.asarray(four_bits.unpack(jnp.asarray(codes))))
 
 
 def _unpack_int4(packed: Int32[np.ndarray, "N P"]) -> UInt8[np.ndarray, "N K/2"]:

@@ -21,7 +21,7 @@ from coat_jax.models.hf.weights import DECODER
 from coat_jax.models.lazy_arrays import Index, LazyArray
 from coat_jax.numerics.four_bits import GROUP
 from coat_jax.ops.quantized import require_groups
-from coat_jax.quantization.layout import ENTRY, module_of
+from coat_jax.quantization.layout import ENTRY, module_of, pack_eight
 from coat_jax.quantization.projections import paths_of
 from coat_jax.quantization.recipe import Scheme
 from coat_jax.validation import brief
@@ -98,7 +98,7 @@ def _as_packed(
     of_groups = outputs, groups
     return {
         "weight_packed": _made(
-            (outputs, groups * GROUP // 8), np.int32, lambda: _packed(unpack_codes(qweight))
+            (outputs, groups * GROUP // 8), np.int32, lambda: pack_eight(unpack_codes(qweight))
         ),
         "weight_scale": _made(of_groups, np.float32, lambda: scales.whole().T),
         "weight_zero": _made(of_groups, np.uint8, lambda: unpack_zeros(qzeros) + less),
@@ -141,8 +141,3 @@ _UNPACK = {
     "awq": (_outputs_of_awq, _outputs_of_awq),
     "gptq": (_inputs_in_order, _outputs_in_order),
 }
-
-
-def _packed(u: np.ndarray) -> np.ndarray:
-    """Codes [N, K] as I32, eight inputs in each."""
-    return np.ascontiguousarray(u[:, ::2] | u[:, 1::2] << 4).view("<i4")

@@ -19,6 +19,8 @@ INT8 weights whose inputs are not rounded are packed: that is the only way in wh
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, get_args
 
+import numpy as np
+
 from coat_jax.errors import UserError
 from coat_jax.models import Config
 from coat_jax.models.hf.names import HEAD, IN_LAYER
@@ -51,6 +53,11 @@ def storage_of(scheme: Scheme) -> str:
         return "float-quantized"
     is_packed = scheme.format == "int4" or scheme.activations == "none"
     return PACKED if is_packed else "int-quantized"
+
+
+def pack_eight(u: np.ndarray) -> np.ndarray:
+    """INT4 codes [N, K] as I32 [N, K / 8], the first of eight in the lowest four bits."""
+    return np.ascontiguousarray(u[:, ::2] | u[:, 1::2] << 4).view("<i4")
 
 
 def to_json(config: Config, schemes: Mapping[str, Scheme]) -> Json:
