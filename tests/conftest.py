@@ -23,6 +23,9 @@ from suites import ENDINGS, NEEDED, SUITES
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 # Programs do not say which lines of Python they come from: that is a thirtieth of the time.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+# XLA's threads. A collective blocks one, and each device may have several at once: with as many
+# threads as devices all may wait, each for another collective.
+os.environ.setdefault("NPROC", "32")
 DEVICES = "--xla_force_host_platform_device_count=8"
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 # Bytes of a worker: all together leave most of the machine to others.
