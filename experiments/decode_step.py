@@ -37,7 +37,7 @@ from experiments.rotation import nbytes
 BYTES_PER_SECOND = 4.2e12
 FORMATS = ("bf16", "int8", "fp8", "int4")
 CACHES = ("none", "int8", "fp8", "int4")
-INSTRUCTION = re.compile(r"^  (?:ROOT )?%\S+ = (?:\([^=]*?\)|\S+) ([\w-]+)\(")
+INSTRUCTION = re.compile(r"^  (?:ROOT )?%\S+ = (?:\(.*?\)|\S+) ([\w-]+)\(")
 FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while"}
 
 Launches = Counter[str]

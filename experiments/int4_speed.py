@@ -159,10 +159,10 @@ def _expanded(x: Array, weight: ops.Quantized) -> Array:
 
 
 def _int4_kernel(x: Array, weight: ops.Quantized) -> Array:
-    packed = int4.Weight(weight.codes, weight.scale, weight.zero)
     if jax.default_backend() != "gpu":  # where the kernel cannot run
-        return int4.products(x, [packed], "xla")[0]
-    return int4.products_of_few_rows(x, [packed])[0]
+        return int4.product_of_many_rows(x, weight.in_int4())
+    rows = int4.Rows.of(x, jnp.ones(x.shape[0]))
+    return int4.products_of_few_rows(rows, [weight.in_int4()])[0].total()
 
 
 def _jnp_int4(x: Array, weight: tuple[Array, Array]) -> Array:

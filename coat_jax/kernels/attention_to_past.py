@@ -2,9 +2,9 @@
 
     o = sum_i w_i o_i / sum_i w_i        w_i = 2^log_sums_i
 
-over parts i of the slots, so that few texts and heads occupy a whole GPU, too, and over the new
-token itself. The kernel computes o_i of the parts and the base-2 logarithms of their sums of
-exponentials; XLA adds them up, always in the same order.
+over parts i of the slots, so that few texts and heads occupy a whole GPU, too; the first part also
+has the new token itself. The kernel computes o_i of the parts and the base-2 logarithms of their
+sums of exponentials. They are added up afterwards, always in the same order.
 
 The kernel reads the keys and values of all layers: to slice out those of one, XLA would copy them.
 """
@@ -27,6 +27,7 @@ PROGRAMS = 528  # at least, where there are enough slots: 4 for each SM of an H1
 WARPS, STAGES = 4, 3
 
 CODES, SCALE = "!l b k !t !c", "!l b k !t"
+OWN_CODES, OWN_SCALE = "b k !one !c", "b k !one"
 
 
 class Past(NamedTuple):
@@ -62,6 +63,22 @@ def attend(
     scale: float,
 ) -> Float[Array, "B K G H"]:
     """o, over the slots from `first` to before `filled`, and the new token."""
+    o, log_sums = attend_in_parts(q, past, new, layer, first, filled, scale)
+    weights = jnp.exp2(log_sums - jnp.max(log_sums, axis=2, keepdims=True))
+    o = jnp.sum(weights[..., None] * o, axis=2) / jnp.sum(weights, axis=2)[..., None]
+    return o.astype(q.dtype)
+
+
+def attend_in_parts(
+    q: Float[Array, "B K G H"],
+    past: Past,
+    new: Past,
+    layer: Int32[Array, ""],
+    first: Int32[Array, " B"],
+    filled: Int32[Array, ""],
+    scale: float,
+) -> tuple[Float[Array, "B K P G H"], Float[Array, "B K P G"]]:
+    """o of each part, and the base-2 logarithm of its sum of exponentials."""
     from coat_jax.kernels.triton.attention_to_past import attend_to_past
 
     slots = past.keys.codes.shape[3]
@@ -78,20 +95,18 @@ def attend(
         return {"programs": batch * heads * parts, "warps": WARPS, "stages": STAGES, "SPEC": spec}
 
     stored = [zip(of, (CODES, SCALE, SCALE), strict=True) for of in past]
+    own = [zip(of, (OWN_CODES, OWN_SCALE, OWN_SCALE), strict=True) for of in new]
     o, log_sums = launch_sharded(
         attend_to_past,
-        [(q, "b k !g !h"), *stored[0], *stored[1], (layer, ""), (first, "b"), (filled, "")],
+        [
+            *((q, "b k !g !h"), *stored[0], *stored[1], *own[0], *own[1]),
+            *((layer, ""), (first, "b"), (filled, "")),
+        ],
         [("b k !p !g !h", jnp.float32), ("b k !p !g", jnp.float32)],
         grid,
         {"p": parts},
     )
-    own_key, own_value = (decode_heads(of, jnp.float32) for of in new)
-    own = jnp.sum(q.astype(jnp.float32) * own_key, axis=-1) * (scale * LOG2_E)
-    largest = jnp.maximum(jnp.max(log_sums, axis=2), own)
-    weights, own_weight = jnp.exp2(log_sums - largest[:, :, None]), jnp.exp2(own - largest)
-    total = jnp.sum(weights, axis=2) + own_weight
-    o = jnp.sum(weights[..., None] * o, axis=2) + own_weight[..., None] * own_value
-    return (o / total[..., None]).astype(q.dtype)
+    return o, log_sums
 
 
 def attend_reference(

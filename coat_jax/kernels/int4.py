@@ -8,16 +8,14 @@ the sum of the group's x. It reads half a byte for each parameter. For many rows
 expanded to FP8 codes, or to BF16 where its scales are any numbers, and multiplied as those are.
 """
 
-import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
 from coat_jax.kernels import gemm
-from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.launch import Schedule
 from coat_jax.kernels.sharding import launch_sharded
 from coat_jax.numerics import four_bits
@@ -38,6 +36,36 @@ class Weight(NamedTuple):
     zero: UInt8[Array, "N G"] | None
 
 
+class Rows(NamedTuple):
+    """Rows in E4M3: what few of them are multiplied from."""
+
+    codes: Float[Array, "M K"]
+    scale: Float[Array, " M"]
+    sums: Float[Array, "M G"]  # of the codes in each group
+
+    @classmethod
+    def of(cls, codes: Float[Array, "M K"], scale: Float[Array, " M"]) -> Self:
+        """Rows from their codes."""
+        groups = codes.reshape(codes.shape[0], -1, GROUP)
+        return cls(codes, scale, jnp.sum(groups.astype(jnp.float32), axis=-1))
+
+
+class Product(NamedTuple):
+    """A product of `Rows`, in parts that are not added up yet."""
+
+    parts: Float[Array, "P M N"]
+    scale: Float[Array, " M"]
+
+    def total(self) -> Float[Array, "M N"]:
+        """The product itself."""
+        return jnp.sum(self.parts, axis=0) * self.scale[:, None]
+
+    def plus(self, bias: Float[Array, " N"]) -> Self:
+        """The product with a bias, as one part."""
+        total = self.total() + bias.astype(jnp.float32)
+        return type(self)(total[None], jnp.ones_like(self.scale))
+
+
 class Spec(NamedTuple):
     """The constants of the kernel."""
 
@@ -51,26 +79,11 @@ class Spec(NamedTuple):
     channels_3: int
 
 
-def products(
-    x: Float[Array, "*rows K"], weights: Sequence[Weight], implementation: Implementation = "xla"
-) -> list[Float[Array, "*rows N"]]:
-    """x w^T of each weight, for x in E4M3, in FP32 or BF16; its scales are applied afterwards.
+def product_of_many_rows(x: Float[Array, "*rows K"], weight: Weight) -> Float[Array, "*rows N"]:
+    """x w^T for x in E4M3, in FP32, by cuBLAS; the scales of x are applied afterwards.
 
     As in `gemm.product_of_codes`, x must come from values that were rounded before the cast.
     """
-    *leading, inputs = x.shape
-    if implementation == "triton" and 0 < math.prod(leading) <= FEW_ROWS:
-        rows = x.reshape(-1, inputs)
-        alike = len({weight.zero is None for weight in weights}) == 1
-        if alike and len(weights) <= MOST_WEIGHTS:
-            found = products_of_few_rows(rows, weights)
-        else:
-            found = [products_of_few_rows(rows, [weight])[0] for weight in weights]
-        return [y.reshape(*leading, -1) for y in found]
-    return [_product_of_many_rows(x, weight) for weight in weights]
-
-
-def _product_of_many_rows(x: Float[Array, "*rows K"], weight: Weight) -> Float[Array, "*rows N"]:
     if weight.zero is None:
         codes, of_channel = four_bits.expand(weight.codes, weight.scale)
         sums = gemm.product_of_codes(x, codes, jnp.float32)
@@ -79,18 +92,23 @@ def _product_of_many_rows(x: Float[Array, "*rows K"], weight: Weight) -> Float[A
     return jnp.matmul(x.astype(jnp.bfloat16), values.T, preferred_element_type=jnp.float32)
 
 
-def products_of_few_rows(
-    x: Float[Array, "M K"], weights: Sequence[Weight]
-) -> list[Float[Array, "M N"]]:
-    """The kernel, for up to three weights that all have zeros, or all have none."""
+def share_a_launch(weights: Sequence[Weight]) -> bool:
+    """Whether products of one input with these weights are one launch."""
+    alike = len({weight.zero is None for weight in weights}) == 1
+    return alike and len(weights) <= MOST_WEIGHTS
+
+
+def products_of_few_rows(x: Rows, weights: Sequence[Weight]) -> list[Product]:
+    """x w^T of each weight, by the kernel."""
     from coat_jax.kernels.triton.int4 import few_rows_tile
 
-    rows, inputs = x.shape
+    if not share_a_launch(weights):
+        return [product for weight in weights for product in products_of_few_rows(x, [weight])]
+    rows, inputs = x.codes.shape
     channels = [weight.codes.shape[0] for weight in weights]
     blocks = sum(-(-of_weight // SCHEDULE.rows) for of_weight in channels)
     part = GROUP * _groups_of_a_part(inputs // GROUP, blocks)
     width = max(SCHEDULE.columns, 1 << (rows - 1).bit_length())
-    of_group = jnp.sum(x.reshape(rows, -1, GROUP).astype(jnp.float32), axis=-1)
     absent = MOST_WEIGHTS - len(weights)
 
     def grid(shard: Array, *others: Array) -> dict[str, object]:
@@ -105,7 +123,7 @@ def products_of_few_rows(
             "SPEC": spec,
         }
 
-    arrays: list[tuple[Array | None, str]] = [(x, "!m k"), (of_group, f"!m k/{GROUP}")]
+    arrays: list[tuple[Array | None, str]] = [(x.codes, "!m k"), (x.sums, f"!m k/{GROUP}")]
     for i, weight in enumerate(weights):
         of_groups = f"n{i} k/{GROUP}"
         arrays += [
@@ -121,7 +139,7 @@ def products_of_few_rows(
         grid,
         HAS_ZERO=weights[0].zero is not None,
     )
-    return [jnp.sum(of_weight, axis=0) for of_weight in parts[: len(weights)]]
+    return [Product(of_weight, x.scale) for of_weight in parts[: len(weights)]]
 
 
 def _groups_of_a_part(groups: int, blocks: int) -> int:

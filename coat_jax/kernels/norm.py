@@ -185,7 +185,7 @@ def norm_forward(
     row, number = "b s !d", ("b s !one", jnp.float32)
     in_int8, used = products == "int8", {"fp8": dtype, "int8": jnp.int8, "bf16": x.dtype}[products]
     numbers = block_numbers(x.shape, size).first if stochastic else None
-    constants = _constants(norm, x.shape[-1], size)._replace(exact=exact, stochastic=stochastic)
+    constants = constants_of(norm, x.shape[-1], size)._replace(exact=exact, stochastic=stochastic)
     codes, exponents, inverse, mean, normalized, *largest = launch_sharded(
         norm_forward_row_int8 if in_int8 else norm_forward_row,
         [(x, row), (numbers, "b s"), *[(scale, "")] * (not in_int8), *_parameters(norm, "!d")],
@@ -193,7 +193,7 @@ def norm_forward(
             *((row, dtype), (f"{row}/{size}", jnp.uint8), number, number),
             *((row, used), *[number] * in_int8),
         ],
-        partial(_rows, warps=min(_warps(x.shape[-1]), 8)),
+        partial(_rows, warps=min(warps_of(x.shape[-1]), 8)),
         NORM=constants,
         F8=format_of(dtype),
     )
@@ -215,7 +215,7 @@ def norm_cast(
 
     dtype = blocks.codes.dtype
     rows, columns = (None,) * 2 if stream is None else element_numbers(blocks.codes.shape, stream)
-    constants = _constants(norm, blocks.codes.shape[-1], size)
+    constants = constants_of(norm, blocks.codes.shape[-1], size)
     (result,) = launch_sharded(
         norm_cast_tile,
         [
@@ -254,7 +254,7 @@ def norm_backward(
     columns = blocks.codes.shape[-1]
     learned = [p for p in (norm.scale, norm.shift) if p is not None]
     sums = math.gcd(blocks.codes.shape[1], ROWS_PER_SUM)
-    constants = _constants(norm, columns, size)
+    constants = constants_of(norm, columns, size)
     row, number = "b s !d", "b s !one"
     dx, *sums_of_rows = launch_sharded(
         NORM_BACKWARD[len(learned)],
@@ -263,7 +263,7 @@ def norm_backward(
             *((stats.inverse, number), (stats.mean, number), (residual, row), (norm.scale, "!d")),
         ],
         [(row, dn.dtype), *[(f"b s/{sums} !d", jnp.float32)] * len(learned)],
-        partial(_rows, per_program=sums, warps=_warps(columns)),
+        partial(_rows, per_program=sums, warps=warps_of(columns)),
         NORM=constants._replace(residual=residual is not None, sums=sums),
     )
     gradients = [
@@ -275,10 +275,11 @@ def norm_backward(
     return dx, dataclasses.replace(norm, scale=d_scale, shift=d_shift)
 
 
-def _constants(norm: Norm, columns: int, size: int) -> Constants:
+def constants_of(norm: Norm, columns: int, size: int) -> Constants:
+    """The constants of kernels with rows of so many columns, in blocks of this size."""
     has = norm.scale is not None, norm.shift is not None
     layer = norm.kind == "layer"
-    return Constants(columns, max(_width(columns), size), size, layer, *has, norm.eps)
+    return Constants(columns, max(padded_width(columns), size), size, layer, *has, norm.eps)
 
 
 def _parameters(norm: Norm, axes: str) -> list[tuple[Array | None, str]]:
@@ -291,11 +292,11 @@ def _rows(x: Array, *others: Array, warps: int, per_program: int = 1) -> dict[st
     return {"programs": math.prod(x.shape[:-1]) // per_program, "warps": warps}
 
 
-def _width(columns: int) -> int:
+def padded_width(columns: int) -> int:
     """The next power of two, because the sizes of Triton's arrays must be powers of two."""
     return 1 << (columns - 1).bit_length()
 
 
-def _warps(columns: int) -> int:
+def warps_of(columns: int) -> int:
     """About 8 columns per thread."""
-    return min(max(_width(columns) // 256, 1), 16)
+    return min(max(padded_width(columns) // 256, 1), 16)

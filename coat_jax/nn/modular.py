@@ -11,14 +11,16 @@ from collections.abc import Callable
 from typing import Any
 
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from coat_jax import ops
+from coat_jax.kernels.few_rows import has_activation
 from coat_jax.nn.attention import Attention
 from coat_jax.nn.children import set_class
 from coat_jax.nn.mlp import GatedMLP
 from coat_jax.nn.parameters import value_of
-from coat_jax.nn.quantized import apply_all
+from coat_jax.nn.quantized import apply_all, arrays_of
+from coat_jax.ops import few_rows
 from coat_jax.ops.rotary import join_heads, split_heads
 from coat_jax.precision import BF16
 
@@ -43,6 +45,30 @@ class ModularAttention(Attention):
         q, k, v = (split_heads(y, self.head_dim) for y in apply_all(layers, n))
         return x, *self._normalize_and_rotate(q, k, positions), v
 
+    def decode(
+        self,
+        x: Float[Array, "B 1 D"],
+        positions: Int[Array, "B 1"],
+        past: ops.Past,
+        layer: Int[Array, ""] | int,
+        first: Int[Array, " B"],
+        filled: Int[Array, ""],
+    ) -> tuple[Float[Array, "B 1 D"], ops.Past]:
+        """As `Attention.decode`."""
+        arrays = arrays_of((self.query, self.key, self.value, self.out))
+        rotates_only = self.query_norm is None and self.key_norm is None
+        if (
+            arrays is None
+            or self.rotary is None
+            or not (rotates_only and few_rows.has_kernels(past))
+            or not few_rows.runs(x, arrays.weights, arrays.activations)
+        ):
+            return super().decode(x, positions, past, layer, first, filled)
+        norm = None if self.norm is None else self.norm.as_op_norm()
+        where = positions, past, layer, first, filled
+        y, new = few_rows.attention(x, norm, arrays.weights, arrays.biases, self.rotary, *where)
+        return x + y if self.residual else y, new
+
     def _attend(
         self, x: Float[Array, "B S D"], positions: Array | None, segments: Array | None
     ) -> tuple[Array, Array, Array]:
@@ -66,10 +92,19 @@ class ModularGatedMLP(GatedMLP):
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         """Applies the layer to the last axis."""
-        n = x if self.norm is None else self.norm(x)
-        gate, up = apply_all((self.gate, self.up), n)
-        hidden = ops.activate(gate, up, activation=self.activation, precision=self.precision)
-        y = self.down(hidden)
+        arrays = arrays_of((self.gate, self.up, self.down))
+        if (
+            arrays is not None
+            and has_activation(self.activation)
+            and few_rows.runs(x, arrays.weights, arrays.activations)
+        ):
+            norm = None if self.norm is None else self.norm.as_op_norm()
+            y = few_rows.gated_mlp(x, norm, arrays.weights, arrays.biases, self.activation)
+        else:
+            n = x if self.norm is None else self.norm(x)
+            gate, up = apply_all((self.gate, self.up), n)
+            hidden = ops.activate(gate, up, activation=self.activation, precision=self.precision)
+            y = self.down(hidden)
         return x + y if self.residual else y
 
 

@@ -1,6 +1,7 @@
 """A linear layer for inference, its weight in 8 or 4 bits; see `coat.ops.quantized_linear`."""
 
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from flax import nnx
 from jaxtyping import Array, Float
@@ -66,14 +67,30 @@ class QuantizedLinear(nnx.Module):
         return sum(int(array.nbytes) for array in held if array is not None)
 
 
+class QuantizedArrays(NamedTuple):
+    """The arrays of several quantized layers."""
+
+    weights: list[Quantized]
+    biases: list[Array | None]
+    activations: list[Activations]
+
+
+def arrays_of(layers: Sequence[Any]) -> QuantizedArrays | None:
+    """The arrays of layers; None unless all are quantized."""
+    if not all(isinstance(layer, QuantizedLinear) for layer in layers):
+        return None
+    return QuantizedArrays(
+        [layer.weight() for layer in layers],
+        [value_of(layer.bias) for layer in layers],
+        [layer.activations for layer in layers],
+    )
+
+
 def apply_all(
     layers: Sequence[Callable[[Array], Array]], x: Float[Array, "*rows K"]
 ) -> list[Float[Array, "*rows N"]]:
     """Applies several layers to one input. Quantized ones may share a kernel."""
-    quantized = [layer for layer in layers if isinstance(layer, QuantizedLinear)]
-    modes = {layer.activations for layer in quantized}
-    if len(quantized) < len(layers) or len(modes) != 1:
+    arrays = arrays_of(layers)
+    if arrays is None or len(modes := {*arrays.activations}) != 1:
         return [layer(x) for layer in layers]
-    weights = [layer.weight() for layer in quantized]
-    biases = [value_of(layer.bias) for layer in quantized]
-    return quantized_linears(x, weights, biases, activations=modes.pop())
+    return quantized_linears(x, arrays.weights, arrays.biases, activations=modes.pop())

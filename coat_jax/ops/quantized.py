@@ -21,6 +21,7 @@ If a row of x has a NaN or an infinity, that row of y has no finite number. A st
 exception: infinities saturate.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -31,7 +32,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 from coat_jax.errors import UserError
-from coat_jax.kernels import gemm, int4
+from coat_jax.kernels import few_rows, gemm, int4
 from coat_jax.kernels.dispatch import Implementation, choose
 from coat_jax.numerics import eight_bits, four_bits
 from coat_jax.numerics.eight_bits import EightBits
@@ -67,6 +68,10 @@ class Quantized(NamedTuple):
         """The format of the codes."""
         is_packed = self.codes.dtype == jnp.uint8
         return "int4" if is_packed else eight_bits.format_of_codes(self.codes.dtype)
+
+    def in_int4(self) -> int4.Weight:
+        """The weight as the kernels of INT4 take it."""
+        return int4.Weight(self.codes, self.scale, self.zero)
 
 
 def quantize_weight(
@@ -203,9 +208,17 @@ def _int4_products(
     x: Float[Array, "*rows K"], weights: Sequence[Quantized], how: Implementation
 ) -> list[Float[Array, "*rows N"]]:
     """Products with x in FP8, rounded with the static scale of the first weight if it has one."""
-    rounded, row_scale = _round_rows(x, weights[0].input_scale, "fp8")
-    packed = [int4.Weight(weight.codes, weight.scale, weight.zero) for weight in weights]
-    return [y * row_scale for y in int4.products(rounded, packed, how)]
+    packed = [weight.in_int4() for weight in weights]
+    rows, given = math.prod(x.shape[:-1]), weights[0].input_scale
+    if how == "triton" and given is None and few_rows.fits(rows, x.shape[-1]):
+        rounded = few_rows.normalize(without_gradient(x).reshape(rows, -1), None)
+    else:
+        codes, scale = _round_rows(x, given, "fp8")
+        if how == "xla" or not 0 < rows <= int4.FEW_ROWS:
+            return [int4.product_of_many_rows(codes, weight) * scale for weight in packed]
+        rounded = int4.Rows.of(codes.reshape(rows, -1), scale.reshape(rows))
+    products = int4.products_of_few_rows(rounded, packed)
+    return [product.total().reshape(*x.shape[:-1], -1) for product in products]
 
 
 def row_scales(x: Float[Array, "*rows K"], name: EightBits) -> Float[Array, "*rows 1"]:
@@ -219,11 +232,12 @@ def row_scales(x: Float[Array, "*rows K"], name: EightBits) -> Float[Array, "*ro
 
 
 @jax.custom_jvp
-def _without_gradient(x: Array) -> Array:
+def without_gradient(x: Array) -> Array:
+    """x. To differentiate it is an error."""
     return x
 
 
-@_without_gradient.defjvp
+@without_gradient.defjvp
 def _refuse_gradient(primals: tuple[Array], tangents: tuple[Array]) -> Any:
     # JAX takes gradients of integers to be zero: parameters would silently not train.
     raise UserError(
@@ -236,7 +250,7 @@ def _round_rows(
     x: Float[Array, "*rows K"], input_scale: Float[Array, ""] | None, name: EightBits
 ) -> tuple[Array, Float[Array, "*rows 1"]]:
     """The codes of an input, and the scale of each row."""
-    x = _without_gradient(x)
+    x = without_gradient(x)
     if input_scale is None:
         scale = row_scales(x, name)
     else:

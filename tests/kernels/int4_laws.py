@@ -26,6 +26,11 @@ def rows_of(rows, inputs):
     return nearest(30 * jax.random.normal(jax.random.key(1), (rows, inputs)), E4M3).astype(E4M3)
 
 
+def products(x, weights):
+    rows = int4.Rows.of(x, jnp.ones(x.shape[0]))
+    return [product.total() for product in int4.products_of_few_rows(rows, weights)]
+
+
 class Int4Laws:
     """A module derives from it."""
 
@@ -37,7 +42,7 @@ class Int4Laws:
     def test_few_rows_are_multiplied_as_many(self, rows, number, zero):
         channels, inputs = self.sizes[number]
         x, weight = rows_of(rows, inputs), weight_of(channels, inputs, zero)
-        (got,) = jax.jit(lambda x, w: int4.products(x, [w], "triton"))(x, weight)
+        (got,) = jax.jit(products)(x, [weight])
         exact = np.asarray(x, np.float64) @ np.asarray(four_bits.values(*weight), np.float64).T
         # Products are exact; sums are in FP32, or lose up to 2^-13 of themselves (`gemm`).
         assert np.abs(got - exact).max() < 2**-10 * np.abs(exact).max()
@@ -47,7 +52,7 @@ class Int4Laws:
     def test_several_weights_of_one_input_share_a_launch(self, channels, zero):
         x = rows_of(3, 384)
         weights = [weight_of(n, 384, zero) for n in channels]
-        together = jax.jit(lambda x, w: int4.products(x, w, "triton"))
+        together = jax.jit(products)
         assert str(jax.make_jaxpr(together)(x, weights)).count("triton_kernel[") == 1
         for weight, got in zip(weights, together(x, weights), strict=True):
             exact = np.asarray(x, np.float64) @ np.asarray(four_bits.values(*weight), np.float64).T

@@ -38,9 +38,9 @@ def program(rows, *, of_codes=WHOLE, devices=1, weights=1):
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64])
-def test_few_rows_are_one_kernel_that_reads_the_codes(rows):
+def test_few_rows_are_rounded_by_a_kernel_and_multiplied_by_one(rows):
     compiled = program(rows)
-    assert kernel_calls(compiled) == 1
+    assert kernel_calls(compiled) == 2
     assert "__cublas" not in compiled.as_text()
     # Nothing as large as the weight is made.
     assert compiled.memory_analysis().temp_size_in_bytes < K * N / 4
@@ -51,8 +51,9 @@ def test_few_rows_are_one_kernel_that_reads_the_codes(rows):
 def test_weights_of_one_input_share_a_kernel(weights, spec, tmp_path):
     sharded = {} if spec is None else {"of_codes": spec, "devices": 2}
     compiled = program(16, weights=weights, **sharded)
-    assert kernel_calls(compiled) == 1
-    (ptx,) = kernels(compiled)
+    # On a mesh XLA rounds.
+    assert kernel_calls(compiled) == (2 if spec is None else 1)
+    ptx = kernels(compiled)[-1]
     assert "mma" in ptx
     assert "cp.async" in ptx  # loads of later steps are under way
     assert spilled_bytes(ptx, tmp_path) == 0

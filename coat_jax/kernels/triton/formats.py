@@ -25,6 +25,16 @@ def round_to_fp8(y, F8: tl.constexpr):
 
 
 @triton.jit
+def round_to_bf16(y):
+    """y in BF16. The interpreter's cast drops the lower bits."""
+    if FAST:
+        return y.to(tl.bfloat16)
+    bits = y.to(tl.int32, bitcast=True)
+    bits += 0x7FFF + ((bits >> 16) & 1)
+    return (bits >> 16 << 16).to(tl.float32, bitcast=True).to(tl.bfloat16)
+
+
+@triton.jit
 def through_fp8(y, dtype: tl.constexpr):
     """What the result of `round_to_fp8` becomes in a cast to FP8 and back."""
     if FAST:

@@ -28,8 +28,14 @@ def finite_or_nan(largest):
 
 @triton.jit
 def int8_scale(largest):
-    """`eight_bits.scale_of`: what codes are multiplied by."""
-    scale = largest / 127.0
+    """What INT8 codes are multiplied by."""
+    return scale_of(largest, 127.0)
+
+
+@triton.jit
+def scale_of(largest, LIMIT: tl.constexpr):
+    """`eight_bits.scale_of` of numbers whose largest has the code LIMIT."""
+    scale = largest / LIMIT
     # Not a maximum, which would lose a NaN.
     scale = tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale)
     return tl.where(largest == 0.0, 1.0, scale)

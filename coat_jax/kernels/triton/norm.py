@@ -76,18 +76,27 @@ def save_and_normalize(
     if not NORM.exact:
         v = through_fp8(q, codes.dtype.element_ty) * power_of_two(e)[:, None]
     v = tl.reshape(v, [NORM.width])
+    v, factor, center = normalize_row(v, scale, shift, column, NORM)
     if NORM.layer:
-        center = tl.sum(v, axis=0) / NORM.columns
         tl.store(mean + row, center)
+    tl.store(inverse + row, factor)
+    return v
+
+
+@triton.jit
+def normalize_row(v, scale, shift, column, NORM: tl.constexpr):
+    """The norm of a row with zeros past its end; and what it was multiplied by, and its mean."""
+    mask = column < NORM.columns
+    center = tl.sum(v, axis=0) / NORM.columns
+    if NORM.layer:
         v = tl.where(mask, v - center, 0.0)
     factor = 1.0 / tl.sqrt(tl.sum(v * v, axis=0) / NORM.columns + NORM.eps)
-    tl.store(inverse + row, factor)
     v = v * factor
     if NORM.has_scale:
         v = v * tl.load(scale + column, mask=mask, other=0.0).to(tl.float32)
     if NORM.has_shift:
         v = v + tl.load(shift + column, mask=mask, other=0.0).to(tl.float32)
-    return v
+    return v, factor, center
 
 
 @triton.jit

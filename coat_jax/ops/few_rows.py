@@ -1,0 +1,120 @@
+"""Layers in INT4 for one new token of few texts, with one launch between two products.
+
+They compute what `nn.ModularGatedMLP` and `nn.ModularAttention` do, but stay in FP32 where those
+round to the dtype of x.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from coat_jax.kernels import attention_to_past, few_rows, int4
+from coat_jax.kernels.attention_to_past import Past
+from coat_jax.kernels.dispatch import Implementation, choose
+from coat_jax.kernels.norm import Norm
+from coat_jax.numerics.cache_formats import format_of_cache
+from coat_jax.ops.quantized import Activations, Quantized, without_gradient
+from coat_jax.ops.rotary import Rotary
+
+
+def runs(
+    x: Float[Array, "*rows D"],
+    weights: Sequence[Quantized],
+    activations: Sequence[Activations],
+    implementation: Implementation | None = None,
+) -> bool:
+    """Whether layers of these weights, the last of which follows the others, run by the kernels."""
+    in_int4 = all(weight.format == "int4" for weight in weights)
+    if choose(implementation) != "triton" or not in_int4 or {*activations} != {"dynamic"}:
+        return False
+    together = int4.share_a_launch([weight.in_int4() for weight in weights[:-1]])
+    columns = x.shape[-1], 2 * weights[-1].codes.shape[1]
+    return together and few_rows.fits(x.size // max(x.shape[-1], 1), *columns)
+
+
+def gated_mlp(
+    x: Float[Array, "*rows D"],
+    norm: Norm | None,
+    weights: Sequence[Quantized],
+    biases: Sequence[Float[Array, " N"] | None],
+    activation: str,
+) -> Float[Array, "*rows D"]:
+    """(act(norm(x) gate) * (norm(x) up)) down.
+
+    Args:
+        x: the input, few rows.
+        norm: the norm before the products, or None.
+        weights: gate, up and down.
+        biases: theirs.
+        activation: one that has a kernel.
+    """
+    gate, up = _products(few_rows.normalize(_as_rows(x), norm), weights[:2], biases[:2])
+    return _last(few_rows.activate(gate, up, activation), weights[2], biases[2], x)
+
+
+def attention(
+    x: Float[Array, "B 1 D"],
+    norm: Norm | None,
+    weights: Sequence[Quantized],
+    biases: Sequence[Float[Array, " N"] | None],
+    rotary: Rotary,
+    positions: Int[Array, "B 1"],
+    past: Past,
+    layer: Int[Array, ""] | int,
+    first: Int[Array, " B"],
+    filled: Int[Array, ""],
+) -> tuple[Float[Array, "B 1 D"], Past]:
+    """Attention of one new token of each text, and its keys and values.
+
+    Args:
+        x: the input.
+        norm: the norm before the products, or None.
+        weights: query, key, value and out.
+        biases: theirs.
+        rotary: how queries and keys are rotated.
+        positions: of the tokens.
+        past: as for `attention_to_past`, like the following.
+        layer: the one whose past is read.
+        first: the first slot that each token attends to.
+        filled: how many slots are taken.
+    """
+    width, (kv_heads, slots) = _head_width(past), past.keys.codes.shape[2:4]
+    q, k, v = _products(few_rows.normalize(_as_rows(x), norm), weights[:3], biases[:3])
+    angles, format = rotary.cos_sin(positions[:, 0], width), format_of_cache(past.keys)
+    queries, new = few_rows.store_heads((q, k, v), *angles, format, x.dtype)
+    grouped = queries.reshape(x.shape[0], kv_heads, -1, width)
+    layer, first, filled = (jnp.asarray(n, jnp.int32) for n in (layer, first, filled))
+    where = layer, first, jnp.minimum(filled, slots)
+    parts = attention_to_past.attend_in_parts(grouped, past, new, *where, width**-0.5)
+    return _last(few_rows.combine(*parts), weights[3], biases[3], x), new
+
+
+def has_kernels(past: Past) -> bool:
+    """Whether heads of this width have kernels."""
+    return _head_width(past) in attention_to_past.WIDTHS
+
+
+def _as_rows(x: Float[Array, "*rows D"]) -> Float[Array, "M D"]:
+    return without_gradient(x).reshape(-1, x.shape[-1])
+
+
+def _products(
+    x: int4.Rows, weights: Sequence[Quantized], biases: Sequence[Float[Array, " N"] | None]
+) -> list[int4.Product]:
+    products = int4.products_of_few_rows(x, [weight.in_int4() for weight in weights])
+    return [
+        product if bias is None else product.plus(bias)
+        for product, bias in zip(products, biases, strict=True)
+    ]
+
+
+def _last(
+    hidden: int4.Rows, weight: Quantized, bias: Float[Array, " N"] | None, x: Float[Array, "..."]
+) -> Float[Array, "..."]:
+    (product,) = _products(hidden, [weight], [bias])
+    return product.total().reshape(*x.shape[:-1], -1).astype(x.dtype)
+
+
+def _head_width(past: Past) -> int:
+    return past.keys.codes.shape[-1] * (1 if past.keys.zero is None else 2)
