@@ -154,7 +154,7 @@ def attentions(heads: tuple[int, int], past: ops.Past, size: int, how: str) -> P
     def attend(x: Any, of: tuple[ops.Past, int]) -> Array:
         q, new, first, filled = x
         return ops.attention_to_past(
-            q, of[0], new, first, filled, layer=of[1],
+            q, new, ops.Visible(*of, first, filled),
             implementation="triton" if runs_kernel else "xla",
         )  # fmt: skip
 

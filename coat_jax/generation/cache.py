@@ -94,7 +94,7 @@ def decode(
         first = jnp.maximum(first, slot - model.config.window + 1)
 
     def layer(block: nn.TransformerBlock, x: Array, number: Any) -> tuple[Array, nn.Past]:
-        return block.decode(x, positions, past, number, first, slot)
+        return block.decode(x, positions, nn.Visible(past, number, first, slot))
 
     x, new = _run_layers(model, model.embed_tokens(tokens[:, None]), layer)
     past = jax.tree.map(

@@ -37,6 +37,22 @@ class Past(NamedTuple):
     values: StoredHeads
 
 
+class Visible(NamedTuple):
+    """The slots that new tokens attend to, besides themselves.
+
+    Attributes:
+        past: codes [L, B, K, T, H], of L layers and T slots.
+        layer: the one whose past is read.
+        first: the first slot that each new token attends to.
+        filled: how many slots are taken, from the first on. Later ones are not read.
+    """
+
+    past: Past
+    layer: Int32[Array, ""]
+    first: Int32[Array, " B"]
+    filled: Int32[Array, ""]
+
+
 class Spec(NamedTuple):
     """The constants of the kernel."""
 
@@ -53,34 +69,13 @@ class Spec(NamedTuple):
     factor: float  # of q k, so that 2^(q k factor) is proportional to probabilities
 
 
-def attend(
-    q: Float[Array, "B K G H"],
-    past: Past,
-    new: Past,
-    layer: Int32[Array, ""],
-    first: Int32[Array, " B"],
-    filled: Int32[Array, ""],
-    scale: float,
-) -> Float[Array, "B K G H"]:
-    """o, over the slots from `first` to before `filled`, and the new token."""
-    o, log_sums = attend_in_parts(q, past, new, layer, first, filled, scale)
-    weights = jnp.exp2(log_sums - jnp.max(log_sums, axis=2, keepdims=True))
-    o = jnp.sum(weights[..., None] * o, axis=2) / jnp.sum(weights, axis=2)[..., None]
-    return o.astype(q.dtype)
-
-
 def attend_in_parts(
-    q: Float[Array, "B K G H"],
-    past: Past,
-    new: Past,
-    layer: Int32[Array, ""],
-    first: Int32[Array, " B"],
-    filled: Int32[Array, ""],
-    scale: float,
+    q: Float[Array, "B K G H"], new: Past, visible: Visible, scale: float
 ) -> tuple[Float[Array, "B K P G H"], Float[Array, "B K P G"]]:
     """o of each part, and the base-2 logarithm of its sum of exponentials."""
     from coat_jax.kernels.triton.attention_to_past import attend_to_past
 
+    past, layer, first, filled = visible
     slots = past.keys.codes.shape[3]
     parts = min(-(-PROGRAMS // (q.shape[0] * q.shape[1])), -(-slots // BLOCK))
 
@@ -109,25 +104,28 @@ def attend_in_parts(
     return o, log_sums
 
 
-def attend_reference(
-    q: Float[Array, "B K G H"],
-    past: Past,
-    new: Past,
-    layer: Int32[Array, ""],
-    first: Int32[Array, " B"],
-    filled: Int32[Array, ""],
-    scale: float,
+def add_parts(
+    o: Float[Array, "B K P G H"], log_sums: Float[Array, "B K P G"]
 ) -> Float[Array, "B K G H"]:
-    """`attend` as one softmax."""
+    """o of all parts together."""
+    weights = jnp.exp2(log_sums - jnp.max(log_sums, axis=2, keepdims=True))
+    return jnp.sum(weights[..., None] * o, axis=2) / jnp.sum(weights, axis=2)[..., None]
+
+
+def attend_reference(
+    q: Float[Array, "B K G H"], new: Past, visible: Visible, scale: float
+) -> Float[Array, "B K G H"]:
+    """Attention as one softmax."""
+    past, layer, first, filled = visible
     wide = {"preferred_element_type": jnp.float32}
     of_layer = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False), past)
     k, v = (decode_heads(stored, q.dtype) for stored in of_layer)
     own_key, own_value = (decode_heads(stored, q.dtype) for stored in new)
     slots = jnp.arange(k.shape[2])
-    visible = (slots >= first[:, None]) & (slots < filled)
+    seen = (slots >= first[:, None]) & (slots < filled)
     x, own = (jnp.einsum("bkgh,bkth->bkgt", q, keys, **wide) for keys in (k, own_key))
-    x = jnp.concatenate([jnp.where(visible[:, None, None], x, -jnp.inf), own], axis=-1)
+    x = jnp.concatenate([jnp.where(seen[:, None, None], x, -jnp.inf), own], axis=-1)
     p = jax.nn.softmax(x * scale, axis=-1).astype(q.dtype)
     shares = (p[..., :-1], v), (p[..., -1:], own_value)
     o, own = (jnp.einsum("bkgt,bkth->bkgh", *each, **wide) for each in shares)
-    return (o + own).astype(q.dtype)
+    return o + own

@@ -9,6 +9,7 @@ XLA has three launches where a row is rounded: its largest magnitude, the codes,
 one token of each text a launch takes longer than what it computes. A program holds a whole row.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -103,7 +104,7 @@ def has_activation(name: str) -> bool:
 
 
 def store_heads(
-    products: tuple[Product, Product, Product],
+    products: Sequence[Product],
     cos: Float[Array, "M H/2"],
     sin: Float[Array, "M H/2"],
     format: CacheFormat | None,

@@ -26,7 +26,7 @@ from coat_jax.nn.norm import LayerNorm, RMSNorm
 from coat_jax.nn.parameters import MeshAxes
 from coat_jax.nn.plan import Decision, Plan
 from coat_jax.nn.quantized import QuantizedLinear
-from coat_jax.ops import Past
+from coat_jax.ops import Past, Visible
 
 __all__ = [
     "MLP",
@@ -44,6 +44,7 @@ __all__ = [
     "QuantizedLinear",
     "RMSNorm",
     "TransformerBlock",
+    "Visible",
     "attention_fn",
     "convert",
     "freeze",

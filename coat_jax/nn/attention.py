@@ -22,7 +22,7 @@ from coat_jax.nn.parameters import (
     weight,
 )
 from coat_jax.numerics.cache_formats import CacheFormat, encode_heads, format_of_cache
-from coat_jax.ops import Past
+from coat_jax.ops import Past, Visible
 from coat_jax.ops.definition import restore, save_array
 from coat_jax.ops.rotary import join_heads, split_heads
 from coat_jax.precision import COAT, Precision, precision_of
@@ -138,27 +138,21 @@ class Attention(nnx.Module):
         self,
         x: Float[Array, "B 1 D"],
         positions: Int[Array, "B 1"],
-        past: Past,
-        layer: Int[Array, ""] | int,
-        first: Int[Array, " B"],
-        filled: Int[Array, ""],
+        visible: Visible,
     ) -> tuple[Float[Array, "B 1 D"], Past]:
         """Attends from one new token of each sequence to itself and to earlier ones.
 
         Args:
             x: the residual stream.
             positions: of the new tokens.
-            past: of all layers, codes [L, B, K, T, H].
-            layer: the number of this one.
-            first: the first slot that each new token attends to, within the window.
-            filled: the slot after the last one. These are the only masks.
+            visible: the slots that they attend to: the only mask.
 
         Returns:
             The residual stream, and the keys and values of the new tokens, codes [B, K, 1, H].
         """
         x, q, k, v = self._heads(x, positions)
-        q, new = self._round(q), self._store(k, v, format_of_cache(past.keys))
-        o = self._round(ops.attention_to_past(q, past, new, first, filled, layer=layer))
+        q, new = self._round(q), self._store(k, v, format_of_cache(visible.past.keys))
+        o = self._round(ops.attention_to_past(q, new, visible))
         y = self._project_out(join_heads(o))
         return x + y if self.residual else y, new
 

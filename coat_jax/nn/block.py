@@ -12,7 +12,7 @@ from coat_jax.nn.attention import Attention
 from coat_jax.nn.mlp import MLP, GatedMLP
 from coat_jax.nn.norm import AnyNorm
 from coat_jax.numerics.cache_formats import CacheFormat
-from coat_jax.ops import Past
+from coat_jax.ops import Past, Visible
 
 
 class TransformerBlock(nnx.Module):
@@ -72,13 +72,10 @@ class TransformerBlock(nnx.Module):
         self,
         x: Float[Array, "B 1 D"],
         positions: Int[Array, "B 1"],
-        past: Past,
-        layer: Int[Array, ""] | int,
-        first: Int[Array, " B"],
-        filled: Int[Array, ""],
+        visible: Visible,
     ) -> tuple[Float[Array, "B 1 D"], Past]:
         """One new token of each sequence; see `Attention.decode`."""
-        y, new = self.attention.decode(x, positions, past, layer, first, filled)
+        y, new = self.attention.decode(x, positions, visible)
         return self._after(x, y), new
 
     def _after(self, x: Float[Array, "B S D"], y: Float[Array, "B S D"]) -> Float[Array, "B S D"]:

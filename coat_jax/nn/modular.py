@@ -49,10 +49,7 @@ class ModularAttention(Attention):
         self,
         x: Float[Array, "B 1 D"],
         positions: Int[Array, "B 1"],
-        past: ops.Past,
-        layer: Int[Array, ""] | int,
-        first: Int[Array, " B"],
-        filled: Int[Array, ""],
+        visible: ops.Visible,
     ) -> tuple[Float[Array, "B 1 D"], ops.Past]:
         """As `Attention.decode`."""
         arrays = arrays_of((self.query, self.key, self.value, self.out))
@@ -60,13 +57,14 @@ class ModularAttention(Attention):
         if (
             arrays is None
             or self.rotary is None
-            or not (rotates_only and few_rows.has_kernels(past))
+            or not (rotates_only and few_rows.has_kernels(visible.past))
             or not few_rows.runs(x, arrays.weights, arrays.activations)
         ):
-            return super().decode(x, positions, past, layer, first, filled)
+            return super().decode(x, positions, visible)
         norm = None if self.norm is None else self.norm.as_op_norm()
-        where = positions, past, layer, first, filled
-        y, new = few_rows.attention(x, norm, arrays.weights, arrays.biases, self.rotary, *where)
+        y, new = few_rows.attention(
+            x, norm, arrays.weights, arrays.biases, self.rotary, positions, visible
+        )
         return x + y if self.residual else y, new
 
     def _attend(

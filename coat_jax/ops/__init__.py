@@ -20,7 +20,7 @@ Inside `jax.shard_map` they need `check_vma=False`.
 """
 
 from coat_jax.kernels.activation import ACTIVATIONS
-from coat_jax.kernels.attention_to_past import Past
+from coat_jax.kernels.attention_to_past import Past, Visible
 from coat_jax.kernels.norm import Norm
 from coat_jax.ops.activation import activate
 from coat_jax.ops.attention import attention, attention_linear
@@ -52,6 +52,7 @@ __all__ = [
     "Rotary",
     "TileLists",
     "Tiles",
+    "Visible",
     "activate",
     "adapted_linear",
     "attention",

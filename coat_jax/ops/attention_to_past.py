@@ -9,22 +9,19 @@ says does not depend on when it is read. There is no backward pass.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from coat_jax.kernels import attention_to_past as kernels
-from coat_jax.kernels.attention_to_past import Past
+from coat_jax.kernels.attention_to_past import Past, Visible
 from coat_jax.kernels.dispatch import Implementation, choose
 from coat_jax.ops.checks import require_number, require_real
 
 
 def attention_to_past(
     q: Float[Array, "B 1 N H"],
-    past: Past,
     new: Past,
-    first: Int[Array, " B"],
-    filled: Int[Array, ""],
+    visible: Visible,
     *,
-    layer: Int[Array, ""] | int = 0,
     scale: float | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B 1 N H"]:
@@ -32,25 +29,22 @@ def attention_to_past(
 
     Args:
         q: queries of N heads.
-        past: codes [L, B, K, T, H], of L layers and T slots, where K divides N: each head of keys
-            serves N / K query heads.
-        new: codes [B, K, 1, H] of the new tokens themselves, stored in the same format.
-        first: the first slot that each new token attends to.
-        filled: how many slots are taken, from the first on. Later ones are not read.
-        layer: the one whose past is read.
+        new: codes [B, K, 1, H] of the new tokens themselves, stored in the format of the past.
+        visible: the slots that they attend to. K divides N: each head of keys serves N / K query
+            heads.
         scale: of the scores, 1 / sqrt(H) by default.
         implementation: "xla", which decodes all slots, "triton", or None to choose by the device.
             Heads of other widths than 64 and 128 run through XLA in each case.
     """
     require_real("attention_to_past", q)
-    shapes = [tuple(jax.typeof(stored.codes).shape) for stored in (*past, *new)]
-    formats = [jax.tree.map(lambda x: x.dtype, stored) for stored in (*past, *new)]
-    fit = q.ndim == 4 and _fit(q.shape, shapes, packed=past.keys.zero is not None)
-    if not fit or jnp.shape(first) != q.shape[:1]:
+    shapes = [tuple(jax.typeof(stored.codes).shape) for stored in (*visible.past, *new)]
+    formats = [jax.tree.map(lambda x: x.dtype, stored) for stored in (*visible.past, *new)]
+    fit = q.ndim == 4 and _fit(q.shape, shapes, packed=visible.past.keys.zero is not None)
+    if not fit or jnp.shape(visible.first) != q.shape[:1]:
         raise ValueError(
             "attention_to_past takes q [B, 1, N, H], a past with codes [L, B, K, T, H], new ones "
             "[B, K, 1, H] and first [B], where K divides N and INT4 codes have H / 2 columns, not "
-            f"{q.shape}, {shapes[:2]}, {shapes[2:]} and {jnp.shape(first)}."
+            f"{q.shape}, {shapes[:2]}, {shapes[2:]} and {jnp.shape(visible.first)}."
         )
     if any(format != formats[0] for format in formats):
         raise ValueError(
@@ -61,13 +55,20 @@ def attention_to_past(
         scale = q.shape[3] ** -0.5
     else:
         require_number("scale", scale)
-    runs_kernel = choose(implementation) == "triton" and q.shape[3] in kernels.WIDTHS
-    attend = kernels.attend if runs_kernel else kernels.attend_reference
+    visible = in_range(visible)
     grouped = q.reshape(q.shape[0], shapes[0][2], -1, q.shape[3])
-    # Past the last slot there is none to read.
-    filled = jnp.minimum(filled, shapes[0][3])
-    layer, first, filled = (jnp.asarray(n, jnp.int32) for n in (layer, first, filled))
-    return attend(grouped, past, new, layer, first, filled, float(scale)).reshape(q.shape)
+    if choose(implementation) == "triton" and q.shape[3] in kernels.WIDTHS:
+        o = kernels.add_parts(*kernels.attend_in_parts(grouped, new, visible, float(scale)))
+    else:
+        o = kernels.attend_reference(grouped, new, visible, float(scale))
+    return o.astype(q.dtype).reshape(q.shape)
+
+
+def in_range(visible: Visible) -> Visible:
+    """The same slots as arrays of int32. Past the last slot there is none to read."""
+    layer, first, filled = (jnp.asarray(n, jnp.int32) for n in visible[1:])
+    slots = visible.past.keys.codes.shape[3]
+    return Visible(visible.past, layer, first, jnp.minimum(filled, slots))
 
 
 def _fit(q: tuple[int, ...], codes: list[tuple[int, ...]], *, packed: bool) -> bool:

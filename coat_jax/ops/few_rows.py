@@ -6,14 +6,14 @@ round to the dtype of x.
 
 from collections.abc import Sequence
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from coat_jax.kernels import attention_to_past, few_rows, int4
-from coat_jax.kernels.attention_to_past import Past
+from coat_jax.kernels.attention_to_past import Past, Visible
 from coat_jax.kernels.dispatch import Implementation, choose
 from coat_jax.kernels.norm import Norm
 from coat_jax.numerics.cache_formats import format_of_cache
+from coat_jax.ops.attention_to_past import in_range
 from coat_jax.ops.quantized import Activations, Quantized, without_gradient
 from coat_jax.ops.rotary import Rotary
 
@@ -60,10 +60,7 @@ def attention(
     biases: Sequence[Float[Array, " N"] | None],
     rotary: Rotary,
     positions: Int[Array, "B 1"],
-    past: Past,
-    layer: Int[Array, ""] | int,
-    first: Int[Array, " B"],
-    filled: Int[Array, ""],
+    visible: Visible,
 ) -> tuple[Float[Array, "B 1 D"], Past]:
     """Attention of one new token of each text, and its keys and values.
 
@@ -74,19 +71,15 @@ def attention(
         biases: theirs.
         rotary: how queries and keys are rotated.
         positions: of the tokens.
-        past: as for `attention_to_past`, like the following.
-        layer: the one whose past is read.
-        first: the first slot that each token attends to.
-        filled: how many slots are taken.
+        visible: the slots that they attend to.
     """
-    width, (kv_heads, slots) = _head_width(past), past.keys.codes.shape[2:4]
-    q, k, v = _products(few_rows.normalize(_as_rows(x), norm), weights[:3], biases[:3])
-    angles, format = rotary.cos_sin(positions[:, 0], width), format_of_cache(past.keys)
-    queries, new = few_rows.store_heads((q, k, v), *angles, format, x.dtype)
-    grouped = queries.reshape(x.shape[0], kv_heads, -1, width)
-    layer, first, filled = (jnp.asarray(n, jnp.int32) for n in (layer, first, filled))
-    where = layer, first, jnp.minimum(filled, slots)
-    parts = attention_to_past.attend_in_parts(grouped, past, new, *where, width**-0.5)
+    keys = visible.past.keys
+    width, kv_heads = _head_width(visible.past), keys.codes.shape[2]
+    products = _products(few_rows.normalize(_as_rows(x), norm), weights[:3], biases[:3])
+    angles = rotary.cos_sin(positions[:, 0], width)
+    q, new = few_rows.store_heads(products, *angles, format_of_cache(keys), x.dtype)
+    grouped = q.reshape(x.shape[0], kv_heads, -1, width)
+    parts = attention_to_past.attend_in_parts(grouped, new, in_range(visible), width**-0.5)
     return _last(few_rows.combine(*parts), weights[3], biases[3], x), new
 
 

@@ -159,7 +159,7 @@ def test_attention_to_rounded_keys_is_what_generation_computes(model, cache):
     _, past = attention.prefill(x, cache=cache)
     past = jax.tree.map(lambda array: array[None], past)
     positions, first = jnp.full((2, 1), 7), jnp.zeros(2, jnp.int32)
-    last, _ = attention.decode(x[:, 7:], positions, past, 0, first, jnp.int32(7))
+    last, _ = attention.decode(x[:, 7:], positions, ops.Visible(past, 0, first, 7))
     np.testing.assert_allclose(last, attention(x)[:, 7:], rtol=1e-4, atol=1e-4)
 
 

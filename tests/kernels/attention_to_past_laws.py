@@ -41,11 +41,10 @@ class AttentionToPastLaws:
     bound = 1e-5
 
     def compare(self, drawn, first, filled, layer=1, **how):
-        first, filled = jnp.array(first), jnp.int32(filled)
+        q, past, new = drawn
+        visible = ops.Visible(past, layer, jnp.array(first), filled)
         got, wanted = (
-            ops.attention_to_past(
-                *drawn, first, filled, layer=layer, implementation=implementation, **how
-            )
+            ops.attention_to_past(q, new, visible, implementation=implementation, **how)
             for implementation in ("triton", "xla")
         )
         assert got.dtype == wanted.dtype == self.dtype
@@ -73,7 +72,7 @@ class AttentionToPastLaws:
         lost = [StoredHeads(jnp.where(seen, stored.codes, jnp.nan)) for stored in past]
         both = (
             ops.attention_to_past(
-                q, given, new, jnp.array([10, 30]), jnp.int32(100), implementation="triton"
+                q, new, ops.Visible(given, 0, jnp.array([10, 30]), 100), implementation="triton"
             )
             for given in (past, ops.Past(*lost))
         )

@@ -122,7 +122,7 @@ class FewRowsLaws:
         arrays = arrays_of(attention, "query", "key", "value", "out")
         _, past, _ = draw(3, 150, 2, 2, 64, format)
         x, first = normal(0, 3, 1, 256), jnp.array([0, 70, 128])
-        where = (141 - first)[:, None], past, jnp.int32(1), first, jnp.int32(141)
+        where = (141 - first)[:, None], ops.Visible(past, 1, first, 141)
         fast = jax.jit(layers.attention, static_argnums=4)
         got, new = fast(x, attention.norm.as_op_norm(), *arrays, attention.rotary, *where)
         wanted, stored = attention.decode(x, *where)

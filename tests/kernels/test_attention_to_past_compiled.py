@@ -35,7 +35,7 @@ def test_a_kernel_reads_the_past_in_registers_and_without_an_exchange(
     number = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
 
     def attend(q, past, new, first, filled, layer):
-        return ops.attention_to_past(q, past, new, first, filled, layer=layer)
+        return ops.attention_to_past(q, new, ops.Visible(past, layer, first, filled))
 
     with there():
         program = compile_for(mesh, attend, q, past, new, first, number, number)

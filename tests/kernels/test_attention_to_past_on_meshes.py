@@ -20,20 +20,18 @@ from coat_jax.numerics.cache_formats import StoredHeads, decode_heads
 
 
 def launch(kernel, q, *inputs, outputs, programs, warps, stages, SPEC):
-    """All slots in the first part; in the others, nothing is visible."""
+    """All slots and the new token in the first part; in the others, nothing is visible."""
     del kernel, warps, stages
     *stored, layer, first, filled = inputs
     batch, heads, group, _ = q.shape
     assert (SPEC.samples, SPEC.heads, SPEC.group) == (batch * heads, heads, group)
     assert programs == SPEC.samples * SPEC.parts == outputs[1].size // group
-    arrays = [x[layer] for x in stored]
-    scales = [1 + SPEC.scaled + SPEC.packed] * 2
-    k, v = (
-        decode_heads(StoredHeads(*arrays[i : i + n]), jnp.float32)
-        for i, n in zip((0, 3), scales, strict=True)
-    )
-    slots = jnp.arange(SPEC.slots)
-    seen = (slots >= first[:, None]) & (slots < filled)
+    n = 1 + SPEC.scaled + SPEC.packed
+    kinds = [StoredHeads(*stored[i : i + n]) for i in (0, 3, 6, 9)]
+    k, v, own_k, own_v = (decode_heads(x, jnp.float32) for x in kinds)
+    k, v = (jnp.concatenate(x, 2) for x in ((k[layer], own_k), (v[layer], own_v)))
+    slots = jnp.arange(SPEC.slots + 1)
+    seen = (slots >= first[:, None]) & (slots < filled) | (slots == SPEC.slots)
     x = jnp.einsum("bkgh,bkth->bkgt", q, k) * SPEC.factor / attention_to_past.LOG2_E
     x = jnp.where(seen[:, None, None], x, -jnp.inf)
     o = jnp.einsum("bkgt,bkth->bkgh", jax.nn.softmax(x), v)
@@ -56,7 +54,7 @@ def test_results_do_not_depend_on_the_mesh(monkeypatch, format, spec):
 
     def attend(implementation):
         return lambda q, past, new, first: ops.attention_to_past(
-            q, past, new, first, filled, layer=1, implementation=implementation
+            q, new, ops.Visible(past, 1, first, filled), implementation=implementation
         )
 
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)

@@ -129,12 +129,12 @@ def test_attention_of_the_newest_token_is_softmax_over_visible_slots_and_itself(
         scores = np.where(visible[:, None], scores, -np.inf)
         wanted = jnp.einsum("bnt,bnth->bnh", jax.nn.softmax(scores), v)
         attend = jax.jit(partial(ops.attention_to_past, scale=scale))
-        assert_close(attend(q, past, new, first, filled, layer=layer)[:, 0], wanted)
+        assert_close(attend(q, new, ops.Visible(past, layer, first, filled))[:, 0], wanted)
 
 
 def test_past_the_last_slot_there_is_none_to_read():
     q, *numbers = draw(1, (2, 1, 4, 16), *[(1, 2, 2, 5, 16)] * 2, *[(2, 2, 1, 16)] * 2)
     stored = [encode_heads(x, None) for x in numbers]
     past, new, first = ops.Past(*stored[:2]), ops.Past(*stored[2:]), np.zeros(2, np.int32)
-    both = (ops.attention_to_past(q, past, new, first, filled) for filled in (5, 9))
+    both = (ops.attention_to_past(q, new, ops.Visible(past, 0, first, n)) for n in (5, 9))
     np.testing.assert_array_equal(*both)

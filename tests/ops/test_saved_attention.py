@@ -149,5 +149,5 @@ def test_fp16_on_a_cpu_is_that_of_fp32_rounded():
     np.testing.assert_array_equal(got, wanted.astype("float16"))
     stored = ops.Past(*(encode_heads(jnp.swapaxes(x, 1, 2), None) for x in (k, v)))
     past, new = (jax.tree.map(of, stored) for of in (lambda x: x[None], lambda x: x[:, :, :1]))
-    one = ops.attention_to_past(q[:, :1], past, new, jnp.zeros(2, jnp.int32), 5)
+    one = ops.attention_to_past(q[:, :1], new, ops.Visible(past, 0, jnp.zeros(2, jnp.int32), 5))
     assert one.dtype == jnp.float16

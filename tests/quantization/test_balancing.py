@@ -145,8 +145,9 @@ def test_keys_in_int4_are_less_wrong(changes):
         for cache in ("int4", None):
             _, past = attention.prefill(x[:, :-1], cache=cache)
             past = jax.tree.map(lambda of_layer: of_layer[None], past)
-            at = jnp.full((len(x), 1), length), past, 0, jnp.zeros(len(x), jnp.int32), length
-            results.append(attention.decode(x[:, -1:], *at)[0] - x[:, -1:])
+            positions, first = jnp.full((len(x), 1), length), jnp.zeros(len(x), jnp.int32)
+            visible = nn.Visible(past, 0, first, length)
+            results.append(attention.decode(x[:, -1:], positions, visible)[0] - x[:, -1:])
         got, wanted = results
         return np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
 
