@@ -64,8 +64,8 @@ def attention_linear(w, *bias, q=HEADS, **settings):
 
 
 def to_past(q=HEADS[:, :1], past=PAST, new=PAST[0, ..., :1, :], first=PLACES[:2], **settings):
-    both = (ops.Past(*[StoredHeads(x)] * 2) for x in (past, new))
-    return partial(ops.attention_to_past, q, *both, first, 3, **settings)
+    past, new = (ops.Past(*[StoredHeads(x)] * 2) for x in (past, new))
+    return partial(ops.attention_to_past, q, new, ops.Visible(past, 0, first, 3), **settings)
 
 
 def norm_qkv(x=X, norm=NORM, weights=THIN, head_dim=8, **settings):
