@@ -8,6 +8,16 @@ import pytest
 import coat_jax as coat
 from coat_jax import ops
 
+
+def routed(x, router, bias):
+    """Weights of experts, times the penalties of the router."""
+    logits = ops.router_logits(x, router)
+    experts, weights = ops.route(logits, 2, scores="sigmoid", normalized=True, bias=bias)
+    counted = jnp.arange(4) < 3
+    balance = ops.balance_loss(logits, experts, scores="sigmoid", counted=counted)
+    return jnp.stack([jnp.sum(weights), balance, ops.router_z_loss(logits, counted)])
+
+
 LAYERS = {
     "linear": lambda x, w, v: ops.linear(x, w, v[:256], precision=coat.COAT),
     "norm_linear": lambda x, w, v: ops.norm_linear(x, ops.Norm(v[:128]), w, precision=coat.COAT),
@@ -18,6 +28,7 @@ LAYERS = {
         x[None], ops.Norm(v[:128]), (w, w[:, :64], w[:, 64:128]), head_dim=32, rotary=ops.Rotary()
     )[1],
     "embedding": lambda x, w, v: ops.embedding(w, jnp.arange(4)),
+    "router": lambda x, w, v: routed(x, w[:, :8], v[:8]),
     "cross_entropy": lambda x, w, v: ops.cross_entropy(x, w, jnp.arange(4), z_loss=1e-4),
 }
 

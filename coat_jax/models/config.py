@@ -1,15 +1,18 @@
 """The config of a decoder: its sizes, the features of its family, and how it is computed.
 
-    family     norm    norms     qkv_bias    qk_norm    window      tied
-    Llama      rms     before                                       rarely
-    Mistral    rms     before                           at times
-    Qwen 2     rms     before    yes                    at times    small ones
-    Qwen 3     rms     before                "head"     at times    small ones
-    OLMo       layer   before                                       small ones
-    OLMo 2     rms     after                 "all"
+    family        norm    norms     qkv_bias    qk_norm    window      tied          experts
+    Llama         rms     before                                       rarely
+    Mistral       rms     before                           at times
+    Mixtral       rms     before                           at times                  yes
+    Qwen 2        rms     before    yes                    at times    small ones
+    Qwen 3        rms     before                "head"     at times    small ones
+    Qwen 3 MoE    rms     before                "head"                               yes
+    OLMo          layer   before                                       small ones
+    OLMo 2        rms     after                 "all"
+    OLMoE         rms     before                "all"                                yes
 
 All have rotary positions, gated MLPs (with silu unless `activation` says otherwise) and no other
-biases. Left out: dropout, mixtures of experts, layers that differ from each other.
+biases. Left out: dropout, experts that all tokens share, layers that differ from each other.
 """
 
 import dataclasses
@@ -18,8 +21,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from coat_jax import ops
 from coat_jax.errors import UserError
 from coat_jax.models.protocol import ModelConfig, Work
+from coat_jax.ops.routing import Scores
 from coat_jax.precision import precision_of
-from coat_jax.validation import Between, Count, brief
+from coat_jax.validation import Between, Count, brief, require_fields
 
 # Far more than any model has, and few enough that the bytes of any array fit in 64 bits.
 Layers = Annotated[int, Between(least=1, most=10_000)]
@@ -28,6 +32,40 @@ Width = Annotated[int, Between(least=1, most=1 << 20)]
 Vocab = Annotated[int, Between(least=1, most=1 << 24)]
 Context = Annotated[int, Between(least=1, most=1 << 24)]
 Epsilon = Annotated[float, Between(least=1e-30, most=1)]
+Weight = Annotated[float, Between(least=0, most=1)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The MLPs of each layer, of which a router chooses some for each token.
+
+    Attributes:
+        count: the number of experts in a layer.
+        chosen: the number of them that a token passes through.
+        scores: how the router's logits become scores: "softmax" or "sigmoid".
+        normalized: whether the weights of a token's experts, which are their scores, are divided by
+            their sum.
+        aux_loss: the weight of the balance loss, a part of the loss in training which keeps loads
+            even. It is computed for each row, so that microbatches do not change it.
+        z_loss: the weight of the squared log-sum-exp of the router's logits, likewise.
+        bias_rate: how much each step adds to the biases of experts with few tokens, and takes from
+            those of others, which keeps loads even without a part in the loss; 0 for no biases.
+    """
+
+    count: SmallSize
+    chosen: SmallSize
+    scores: Scores = "softmax"
+    normalized: bool = True
+    aux_loss: Weight = 0.0
+    z_loss: Weight = 0.0
+    bias_rate: Weight = 0.0
+
+    def __post_init__(self) -> None:
+        require_fields(self)
+        if self.chosen > self.count:
+            raise UserError(
+                f"experts.chosen={self.chosen} must be at most experts.count={self.count}."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +79,7 @@ class Config(ModelConfig):
         heads: the number of query heads.
         kv_heads: the number of key and value heads; each serves heads / kv_heads query heads.
         head_dim: the width of a head; heads * head_dim need not be the width.
-        ffn: the hidden width of the gated MLP.
+        ffn: the hidden width of the gated MLP, or of each expert.
         context: the longest sequence, in tokens.
         norm: the kind of norm: "rms" with a scale, or "layer" without parameters.
         norm_eps: a number that norms add to the variance.
@@ -56,6 +94,7 @@ class Config(ModelConfig):
         tied: whether the head has the weights of the embedding.
         z_loss: the weight of the squared log-sum-exp of the logits, a part of the loss in training
             which keeps logits from drifting.
+        experts: a mixture of experts in the place of each MLP; None for one MLP.
     """
 
     EMBEDDINGS: ClassVar[tuple[str, ...]] = ("embed",)
@@ -77,7 +116,8 @@ class Config(ModelConfig):
     rotary: ops.Rotary = ops.Rotary()
     window: Count | None = None
     tied: bool = False
-    z_loss: Annotated[float, Between(least=0, most=1)] = 0.0
+    z_loss: Weight = 0.0
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,22 +139,24 @@ class Config(ModelConfig):
     def work_per_token(self, sequence: int) -> Work:
         """See `ModelConfig`.
 
-            linear layers    2 per weight                   in FP8 where `precision` says so
+            linear layers    2 per weight of a token        in FP8 where `precision` says so
+            routers          2 width experts                in FP32, counted as 16 bits
             attention        4 heads head_dim tokens seen   in 16 bits
             head             2 width vocabulary             in 16 bits
 
         forward, and twice that backward.
         """
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        weights = self.width * (2 * queries + 2 * keys + 3 * self.ffn)
+        count, chosen = (self.experts.count, self.experts.chosen) if self.experts else (0, 1)
+        weights = self.width * (2 * queries + 2 * keys + 3 * self.ffn * chosen)
         seen = min(self.window or sequence, sequence)
         mean_seen = (seen * (seen + 1) / 2 + (sequence - seen) * seen) / sequence
         linear = 2 * self.layers * weights
         attention = 4 * self.layers * queries * mean_seen
-        head = 2 * self.width * self.vocab
+        others = attention + 2 * self.width * (self.vocab + self.layers * count)
         if precision_of(self.precision).fp8_linear:
-            return Work(fp8=3 * linear, wide=3 * (attention + head))
-        return Work(fp8=0.0, wide=3 * (linear + attention + head))
+            return Work(fp8=3 * linear, wide=3 * others)
+        return Work(fp8=0.0, wide=3 * (linear + others))
 
 
 def require_activation(name: str) -> None:
@@ -139,6 +181,8 @@ def _preset(*sizes: int, **features: Any) -> Config:
 LLAMA3, LLAMA31 = ops.Rotary(5e5), ops.Rotary(5e5, ops.Llama3Scaling())
 QWEN: dict[str, Any] = {"norm_eps": 1e-6, "rotary": ops.Rotary(1e6)}
 QWEN2, QWEN3 = QWEN | {"qkv_bias": True}, QWEN | {"qk_norm": "head"}
+OLMOE = Experts(count=64, chosen=8, normalized=False, aux_loss=0.01, z_loss=0.001)
+QWEN3_MOE = Experts(count=128, chosen=8, aux_loss=0.001)
 OLMO2: dict[str, Any] = {"norm_eps": 1e-6, "norms": "after", "qk_norm": "all"}
 
 PRESETS = {
@@ -158,7 +202,18 @@ PRESETS = {
     "olmo_1b": _preset(50304, 2048, 16, 16, 16, 128, 8192, 2048, norm="layer", tied=True),
     "olmo_7b": _preset(50304, 4096, 32, 32, 32, 128, 11008, 2048, norm="layer"),
     "olmo2_7b": _preset(100352, 4096, 32, 32, 32, 128, 11008, 4096, **OLMO2, rotary=LLAMA3),
-}
+    # 1.8 million parameters, of which 0.6 million compute a token.
+    "olmoe_tiny": _preset(
+        256, 128, 2, 4, 4, 32, 256, 1024, qk_norm="all",
+        experts=dataclasses.replace(OLMOE, count=8, chosen=2),
+    ),
+    "olmoe_7b": _preset(
+        50304, 2048, 16, 16, 16, 128, 1024, 4096, qk_norm="all", experts=OLMOE
+    ),
+    "qwen3_30b_a3b": _preset(
+        151936, 2048, 48, 32, 4, 128, 768, 40960, **QWEN3, experts=QWEN3_MOE
+    ),
+}  # fmt: skip
 
 
 def config_of(name: str | Config) -> Config:

@@ -10,7 +10,7 @@ x is all that is saved. Embedding and head compute in `dtype`, never in FP8.
 `coat_jax.generation` runs the model token by token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -96,7 +96,7 @@ class Llama(nnx.Module):
         segments: Int[Array, "B S"] | None = None,
     ) -> Float[Array, "B S D"]:
         """As `hidden`, from embedded tokens."""
-        return self.norm(run_layers(self.config, self.layers, x, positions, segments))
+        return self.norm(run_layers(self.config, self.layers, x, positions, segments)[0])
 
     def embed_tokens(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         """The residual stream before the first layer."""
@@ -111,13 +111,54 @@ class Llama(nnx.Module):
     def loss(self, batch: Batch, *, evaluate: bool = False, chunk: int = 512) -> Loss:
         """The cross-entropy of the labelled tokens, without the full logits.
 
+        With experts the statistics have the mean penalties of all layers' routers, without their
+        weights, and `expert_load`, the tokens of each expert [L, E].
+
         Args:
             batch: rows of text.
-            evaluate: leaves out the z-loss.
+            evaluate: leaves out the z-loss, and the penalties of routers.
             chunk: see `coat.ops.cross_entropy`.
         """
-        hidden = self.hidden(batch.tokens, batch.positions, batch.segments)
-        return self.loss_of(hidden, batch.labels, evaluate=evaluate, chunk=chunk)
+        tokens, labels, positions, segments = batch
+        require_tokens(self.config, tokens, positions, segments)
+        x = self.embed_tokens(tokens)
+        x, routing = run_layers(self.config, self.layers, x, positions, segments)
+        loss = self.loss_of(self.norm(x), labels, evaluate=evaluate, chunk=chunk)
+        return loss if routing is None else self._with_penalties(loss, routing, labels, evaluate)
+
+    def _with_penalties(
+        self, loss: Loss, routing: nn.Routing, labels: Int[Array, "B S"], evaluate: bool
+    ) -> Loss:
+        experts = self.config.experts
+        assert experts is not None
+        count_in_row = jnp.sum((labels >= 0).astype(jnp.float32), axis=-1)
+
+        def summed(of_rows: Float[Array, "L B"]) -> Float[Array, ""]:
+            return jnp.sum(jnp.mean(of_rows, axis=0) * count_in_row)
+
+        aux, z = summed(routing.balance), summed(routing.z)
+        penalty = 0.0 if evaluate else experts.aux_loss * aux + experts.z_loss * z
+        sums = {"aux_loss": aux, "router_z_loss": z, "expert_load": routing.load}
+        return Loss(loss.sum + penalty, loss.count, sums)
+
+    def after_step(self, statistics: Mapping[str, Array]) -> dict[str, Array]:
+        """Moves the biases of routers towards even loads; returns the imbalance before that.
+
+        The imbalance is how many times its even share the busiest expert of all layers has.
+        """
+        experts = self.config.experts
+        if experts is None:
+            return {}
+        load = statistics["expert_load"]
+        even = jnp.mean(load, axis=-1, keepdims=True)
+        if experts.bias_rate:
+            change = experts.bias_rate * jnp.sign(even - load)
+            if self.config.scan:
+                self.layers.mlp.bias[...] += change
+            else:
+                for layer, of_layer in zip(self.layers, change, strict=True):
+                    layer.mlp.bias[...] += of_layer
+        return {"load_imbalance": jnp.max(load / jnp.maximum(even, 1))}
 
     def loss_of(
         self,
@@ -127,7 +168,7 @@ class Llama(nnx.Module):
         evaluate: bool = False,
         chunk: int = 512,
     ) -> Loss:
-        """As `loss`, from the input of the head."""
+        """The cross-entropy, from the input of the head; see `loss`."""
         z_loss, head = 0.0 if evaluate else self.config.z_loss, self.head_weight()
         total = ops.cross_entropy_sum(hidden, head, labels, chunk=chunk, z_loss=z_loss)
         return Loss(total, jnp.sum(labels >= 0))
@@ -159,7 +200,7 @@ class Llama(nnx.Module):
         layers = [
             Stage(
                 lambda params, i=i: params["layers"][i],  # type: ignore[misc]
-                lambda own, x, step=step: step(x, shard_params(own), None),  # type: ignore[misc]
+                lambda own, x, step=step: step(x, shard_params(own), None)[0],  # type: ignore[misc]
             )
             for i, step in enumerate(steps)
         ]
@@ -198,13 +239,21 @@ def _layer(config: Config, key: Array) -> nn.TransformerBlock:
         qkv_bias=config.qkv_bias,
         **shared,
     )
-    mlp = nn.GatedMLP(
-        config.width,
-        config.ffn,
-        norm=_norm(config) if before else None,
-        activation=config.activation,
-        **shared,
-    )
+    shared |= {"norm": _norm(config) if before else None, "activation": config.activation}
+    mlp: nn.GatedMLP | nn.ExpertMLP
+    if config.experts is None:
+        mlp = nn.GatedMLP(config.width, config.ffn, **shared)
+    else:
+        mlp = nn.ExpertMLP(
+            config.width,
+            config.ffn,
+            config.experts.count,
+            chosen=config.experts.chosen,
+            scores=config.experts.scores,
+            normalized=config.experts.normalized,
+            has_bias=config.experts.bias_rate > 0,
+            **shared,
+        )
     if before:
         return nn.TransformerBlock(attention, mlp)
     return nn.TransformerBlock(attention, mlp, attention_norm=_norm(config), mlp_norm=_norm(config))
@@ -238,25 +287,33 @@ def stack_layers(config: Any, layer: Callable[[Array], nn.TransformerBlock], rng
 
 def run_layers(
     config: Any, layers: Any, x: Float[Array, "B S D"], *context: Array | None
-) -> Float[Array, "B S D"]:
-    """The residual stream after all layers; `context` is their positions and segments."""
+) -> tuple[Float[Array, "B S D"], nn.Routing | None]:
+    """The residual stream after all layers, and the routing of all layers if they have experts.
+
+    `context` is their positions and segments.
+    """
     probes = layer_probes("layers", config.layers)
     if config.scan:
         graph, stacked = nnx.split(layers)
         step = _layer_function(config, graph, *context)
-        return lax.scan(lambda x, of_one: (step(x, *of_one), None), x, (stacked, probes))[0]
+        return lax.scan(lambda x, of_one: step(x, *of_one), x, (stacked, probes))
+    found = []
     for i, (step, layer) in enumerate(
         zip(layer_functions(config, layers, *context), layers, strict=True)
     ):
-        x = step(x, nnx.state(layer), probes_of_layer(probes, i))
-    return x
+        x, routing = step(x, nnx.state(layer), probes_of_layer(probes, i))
+        found.append(routing)
+    return x, jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *found)
 
 
-def layer_functions(
-    config: Any, layers: Any, *context: Array | None
-) -> list[Callable[[Array, Any, Any], Array]]:
-    """Each layer of a list as a function of the residual stream, its parameters and its probes."""
-    steps: dict[Any, Callable[[Array, Any, Any], Array]] = {}
+# Of the residual stream, and the parameters and the probes of a layer; it returns the residual
+# stream and the layer's `Routing`, None without experts.
+LayerFunction = Callable[[Array, Any, Any], tuple[Array, nn.Routing | None]]
+
+
+def layer_functions(config: Any, layers: Any, *context: Array | None) -> list[LayerFunction]:
+    """Each layer of a list as a function."""
+    steps: dict[Any, LayerFunction] = {}
     graphs = [nnx.graphdef(layer) for layer in layers]
     for graph in graphs:
         if graph not in steps:
@@ -265,14 +322,15 @@ def layer_functions(
     return [steps[graph] for graph in graphs]
 
 
-def _layer_function(
-    config: Any, graph: Any, *context: Array | None
-) -> Callable[[Array, Any, Any], Array]:
-    """One layer as a function of the residual stream, its parameters and its probes."""
-
-    def step(x: Array, state: Any, probes: Any, *context: Array | None) -> Array:
+def _layer_function(config: Any, graph: Any, *context: Array | None) -> LayerFunction:
+    def step(x: Array, state: Any, probes: Any, *context: Array | None) -> Any:
         with layer_scope(probes):
-            return shard_batch(nnx.merge(graph, state)(x, *context), config.batch_axes)
+            layer, routing = nnx.merge(graph, state), None
+            if isinstance(layer, nn.TransformerBlock):
+                x, routing = layer.with_routing(x, *context)
+            else:
+                x = layer(x, *context)
+            return shard_batch(x, config.batch_axes), routing
 
     if config.remat == "layer":
         # In a loop XLA cannot merge a layer with its recomputation: there is nothing to prevent.

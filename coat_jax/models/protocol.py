@@ -8,8 +8,8 @@ A batch is a tree of arrays whose first axis is over rows. Randomness, such as n
 seeds in the batch, so that a batch is a function of the config and its number.
 
 `nnx.Param`s have gradients and moments. Variables of other types are state without gradients,
-which a method `after_step(statistics)` may update. A method `stages(batch)` divides the model for
-a backward pass that frees gradients as it goes.
+which a method `after_step(statistics)` may update; it may return numbers for the log, by name. A
+method `stages(batch)` divides the model for a backward pass that frees gradients as it goes.
 """
 
 import dataclasses

@@ -4,6 +4,7 @@
     Embed                                a drop-in for Flax's, with more accurate gradients
     attention_fn                         for Flax's attention modules
     Attention, GatedMLP, MLP             each includes its norm, so that the input is saved once
+    ExpertMLP                            a mixture of experts in place of one MLP
     TransformerBlock                     the layer of a decoder
     convert, plan_conversion             replaces the layers of any NNX model, and says which
     saved_bytes                          counts what a module saves for its backward pass
@@ -19,6 +20,7 @@ from coat_jax.nn.block import TransformerBlock
 from coat_jax.nn.bytes_saved import saved_bytes
 from coat_jax.nn.convert import convert, plan_conversion
 from coat_jax.nn.embed import Embed
+from coat_jax.nn.experts import ExpertMLP, Routing
 from coat_jax.nn.linear import Linear
 from coat_jax.nn.lora import FrozenWeight, LoRALinear, freeze
 from coat_jax.nn.mlp import MLP, GatedMLP
@@ -33,6 +35,7 @@ __all__ = [
     "Attention",
     "Decision",
     "Embed",
+    "ExpertMLP",
     "FrozenWeight",
     "GatedMLP",
     "LayerNorm",
@@ -43,6 +46,7 @@ __all__ = [
     "Plan",
     "QuantizedLinear",
     "RMSNorm",
+    "Routing",
     "TransformerBlock",
     "Visible",
     "attention_fn",

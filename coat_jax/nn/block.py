@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from coat_jax import probes
 from coat_jax.nn.attention import Attention
+from coat_jax.nn.experts import ExpertMLP, Routing
 from coat_jax.nn.mlp import MLP, GatedMLP
 from coat_jax.nn.norm import AnyNorm
 from coat_jax.numerics.cache_formats import CacheFormat
@@ -31,7 +32,7 @@ class TransformerBlock(nnx.Module):
     def __init__(
         self,
         attention: Attention,
-        mlp: GatedMLP | MLP,
+        mlp: GatedMLP | MLP | ExpertMLP,
         *,
         attention_norm: AnyNorm | None = None,
         mlp_norm: AnyNorm | None = None,
@@ -53,9 +54,18 @@ class TransformerBlock(nnx.Module):
         segments: Int[Array, "B S"] | None = None,
     ) -> Float[Array, "B S D"]:
         """The residual stream after this layer; for the arguments see `Attention`."""
+        return self.with_routing(x, positions, segments)[0]
+
+    def with_routing(
+        self,
+        x: Float[Array, "B S D"],
+        positions: Int[Array, "*B S"] | None = None,
+        segments: Int[Array, "B S"] | None = None,
+    ) -> tuple[Float[Array, "B S D"], Routing | None]:
+        """As `__call__`; also returns how the tokens were divided, if there are experts."""
         with probes.named("attention"):
             y = self.attention(x, positions, segments)
-        return self._after(x, y)
+        return self._after(x, y, segments)
 
     def prefill(
         self,
@@ -66,7 +76,7 @@ class TransformerBlock(nnx.Module):
     ) -> tuple[Float[Array, "B S D"], Past]:
         """As `__call__`; also returns the keys and values of these tokens, for `decode`."""
         y, new = self.attention.prefill(x, positions, segments, cache)
-        return self._after(x, y), new
+        return self._after(x, y)[0], new
 
     def decode(
         self,
@@ -76,18 +86,24 @@ class TransformerBlock(nnx.Module):
     ) -> tuple[Float[Array, "B 1 D"], Past]:
         """One new token of each sequence; see `Attention.decode`."""
         y, new = self.attention.decode(x, positions, visible)
-        return self._after(x, y), new
+        return self._after(x, y)[0], new
 
-    def _after(self, x: Float[Array, "B S D"], y: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+    def _after(
+        self, x: Float[Array, "B S D"], y: Float[Array, "B S D"], segments: Array | None = None
+    ) -> tuple[Float[Array, "B S D"], Routing | None]:
         """The residual stream after this layer, from its input x and the result y of attention."""
+        routing = None
         if self.attention_norm is None:
             x = y
         else:
             with probes.named("attention_norm"):
                 x = x + self.attention_norm(y)
         with probes.named("mlp"):
-            y = self.mlp(x)
+            if isinstance(self.mlp, ExpertMLP):
+                y, routing = self.mlp.with_routing(x, segments)
+            else:
+                y = self.mlp(x)
         if self.mlp_norm is None:
-            return y
+            return y, routing
         with probes.named("mlp_norm"):
-            return x + self.mlp_norm(y)
+            return x + self.mlp_norm(y), routing

@@ -2,6 +2,9 @@
 
     linear, norm_linear              linear layers, alone or with the norm before them
     gated_mlp, mlp                   the MLP, from its norm to the residual sum; see ACTIVATIONS
+    router_logits, route             the router of a mixture of experts; its load and penalties are
+                                     expert_load, balance_loss and router_z_loss
+    grouped_mlp                      the MLPs that it chooses for each token
     norm_qkv                         from the residual stream to queries, keys and values
     attention, attention_linear      attention, alone or with its output projection
     attention_to_past                attention of one new token, for generation
@@ -29,6 +32,7 @@ from coat_jax.ops.cross_entropy import cross_entropy, cross_entropy_sum
 from coat_jax.ops.dot_general import DotGeneral, Einsum
 from coat_jax.ops.embedding import embedding
 from coat_jax.ops.frozen import Frozen, adapted_linear, freeze
+from coat_jax.ops.grouped_mlp import grouped_mlp
 from coat_jax.ops.linear import linear, norm_linear
 from coat_jax.ops.mlp import gated_mlp, mlp
 from coat_jax.ops.modulation import gate, modulated_norm
@@ -37,6 +41,13 @@ from coat_jax.ops.qkv import norm_qkv
 from coat_jax.ops.quantized import Quantized, quantize_weight, quantized_linear
 from coat_jax.ops.recompute import recompute
 from coat_jax.ops.rotary import Llama3Scaling, Rotary, rotate
+from coat_jax.ops.routing import (
+    balance_loss,
+    expert_load,
+    route,
+    router_logits,
+    router_z_loss,
+)
 from coat_jax.ops.tile_attention import tile_attention
 from coat_jax.ops.tiles import TileLists, Tiles
 
@@ -58,12 +69,15 @@ __all__ = [
     "attention",
     "attention_linear",
     "attention_to_past",
+    "balance_loss",
     "cross_entropy",
     "cross_entropy_sum",
     "embedding",
+    "expert_load",
     "freeze",
     "gate",
     "gated_mlp",
+    "grouped_mlp",
     "linear",
     "mlp",
     "modulated_norm",
@@ -74,5 +88,8 @@ __all__ = [
     "quantized_linear",
     "recompute",
     "rotate",
+    "route",
+    "router_logits",
+    "router_z_loss",
     "tile_attention",
 ]

@@ -177,7 +177,8 @@ def _write(
     specs = _specs(config, schemes, kind)
     new = NewTensors(expand_user(folder), specs, file_bytes)
     for name, value in values:
-        (tensor,) = tensors_of(name, config)
+        tensor = tensors_of(name, config)
+        assert isinstance(tensor, str)  # there are neither stacks nor experts
         for stored, array in _tensors(tensor, value, specs).items():
             new.write(stored, (slice(None),) * array.ndim, np.asarray(array))
     new.finish({CONFIG: data})
@@ -242,7 +243,8 @@ def _arrays(state: Any, config: Config, tensors: Mapping[str, LazyArray]) -> dic
     found = {}
     for path, leaf in nnx.to_flat_state(state):
         name = plain_name(path)
-        (tensor,) = tensors_of(name, config)
+        tensor = tensors_of(name, config)
+        assert isinstance(tensor, str)  # there are neither stacks nor experts
         module = tensor.removesuffix(".weight")
         match path[-1] if name != path else "":
             case "scale" if len(leaf.shape) == 2:

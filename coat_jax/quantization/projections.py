@@ -62,6 +62,11 @@ def groups_of(config: Config) -> list[tuple[str, ...]]:
 
 def inference_config(config: Config) -> Config:
     """The config of the quantized model: layers in a list, and no FP8 besides the projections."""
+    if config.experts is not None:
+        raise UserError(
+            f"A model with {config.experts.count} experts in a layer cannot be quantized or "
+            "balanced: convert it without --to and --balance."
+        )
     return dataclasses.replace(config, scan=False, remat=None, precision=BF16)
 
 

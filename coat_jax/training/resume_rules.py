@@ -18,7 +18,14 @@ from coat_jax.training.config.run import to_json
 FIXED: tuple[str, ...] = ("model.", "data.", "optimizer.name", "optimizer.moments")
 FIXED += ("optimizer.round_params", "optimizer.release_gradients", "frozen")
 FIXED += ("global_batch_size", "sequence_length", "seed")
-FREE = ("model.precision", "model.remat", "model.dtype", "model.z_loss", "data.tokenizer")
+FREE: tuple[str, ...] = (
+    "model.precision",
+    "model.remat",
+    "model.dtype",
+    "model.z_loss",
+    "data.tokenizer",
+)
+FREE += ("model.experts.aux_loss", "model.experts.z_loss")
 NOT_COMPARED = ("out", "resume", "cache", "metrics")
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 # Fields of a model that a run sets for itself, whatever model it begins from.
-OF_THE_RUN = {"context", "z_loss", "tower_precision"}
+OF_THE_RUN = {"context", "z_loss", "aux_loss", "bias_rate", "tower_precision"}
 OF_THE_RUN |= {field.name for field in dataclasses.fields(models.ModelConfig)}
 
 
@@ -139,14 +139,13 @@ def require_same_model(folder: str, model: models.ModelConfig) -> None:
     weights.require_parameters(folder, model)
 
 
-def _differences(
-    theirs: models.ModelConfig, ours: models.ModelConfig, prefix: str = ""
-) -> list[str]:
+def _differences(theirs: Any, ours: Any, prefix: str = "") -> list[str]:
     """Returns in which sizes and features models differ, those of their parts included."""
     found = []
     for field in dataclasses.fields(theirs):
         there, here = (getattr(config, field.name) for config in (theirs, ours))
-        if isinstance(there, models.ModelConfig):
+        part = isinstance(there, models.ModelConfig | models.Experts)
+        if part and type(here) is type(there):
             found += _differences(there, here, f"{prefix}{field.name}.")
         elif there != here and field.name not in OF_THE_RUN:
             found.append(f"{prefix}{field.name} is {there!r} there and {here!r} in the config")

@@ -113,7 +113,7 @@ def train_step(
     trained, moments = optimizer.step(
         trained, grads, state.moments, grad_scale=scale / divisor, skip=skip
     )
-    rest = _after_step(graph, trained, rest, found.statistics, skip)
+    rest, numbers = _after_step(graph, trained, rest, found.statistics, skip)
     params = nnx.merge_state(trained, rest)
     # For the log: the optimizer has a count of its own, and evaluates the schedule itself.
     rate = learning_rate(config.optimizer, config.total_steps, state.step - state.skipped)
@@ -122,7 +122,7 @@ def train_step(
     step = FinishedStep(params, mean_grads, moments, loss, norm, rate, found.statistics)
     means = {name: Loss(total, found.count).mean for name, total in found.scalars.items()}
     own = {name: _number(name, metric(step)) for name, metric in config.metrics.items()}
-    report = Report(loss, norm, rate, found.count, skipped, means | own)
+    report = Report(loss, norm, rate, found.count, skipped, means | numbers | own)
     return State(state.step + 1, params, moments, skipped), report
 
 
@@ -230,12 +230,14 @@ def summed_gradients(
     return found, grads, jnp.maximum(found.count, 1)
 
 
-def _after_step(graph: Any, trained: Any, rest: Any, statistics: Any, skip: Any) -> Any:
-    """Returns the state without gradients after a step, which the model may update."""
-    model = nnx.merge(graph, trained, rest)
-    if not hasattr(model, "after_step"):
-        return rest
-    model.after_step(statistics)
+def _after_step(
+    graph: Any, trained: Any, rest: Any, statistics: Mapping[str, Array], skip: Any
+) -> tuple[Any, dict[str, Array]]:
+    """Returns the state without gradients, which the model may update, and numbers for the log."""
+    model = nnx.merge(graph, trained, rest, copy=True)  # which leaves the variables of `rest`
+    if not statistics or not hasattr(model, "after_step"):
+        return rest, {}
+    numbers: dict[str, Array] = model.after_step(statistics) or {}
     paths = {path for path, _ in nnx.to_flat_state(rest)}
     after, _ = nnx.split_state(nnx.state(model), lambda path, _: tuple(path) in paths, ...)
-    return jax.tree.map(lambda new, old: jnp.where(skip, old, new), after, rest)
+    return jax.tree.map(lambda new, old: jnp.where(skip, old, new), after, rest), numbers

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import quick
+from flax import nnx
 from small_model import SMALL as MODEL
 
 from coat_jax.training.cluster.mesh import everywhere, make_mesh, place
@@ -21,7 +22,7 @@ from coat_jax.training.config import (
 )
 from coat_jax.training.data import Batch, DataConfig
 from coat_jax.training.setup import prepare
-from coat_jax.training.step import State
+from coat_jax.training.step import State, split_trained
 
 DOCS = Path(__file__).parents[2] / "docs"
 SMALL = TrainConfig(
@@ -79,11 +80,16 @@ class Stepper:
             values = spread * rng.standard_normal(leaf.shape)
             return jax.device_put(np.asarray(values, leaf.dtype), leaf.sharding)
 
-        params = jax.tree.map(draw, self.abstract.params)
+        def zeros(leaf):
+            return jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
+
+        trained, rest = split_trained(self.config, self.abstract.params)
+        trained, rest = jax.tree.map(draw, trained), jax.tree.map(zeros, rest)
         step, skipped = (jax.device_put(jnp.int32(0), everywhere(self.mesh)) for _ in range(2))
         with jax.set_mesh(self.mesh):  # as in the trainer
             norm = jax.tree.map(lambda _: step * jnp.nan, self.abstract.gradient_norm)
-            return State(step, params, self.init(params), skipped, norm)
+            params = nnx.merge_state(trained, rest)
+            return State(step, params, self.init(trained), skipped, norm)
 
     def place(self, batch: Batch) -> Any:
         microbatches = self.config.gradient_accumulation_steps

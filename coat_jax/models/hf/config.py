@@ -2,7 +2,7 @@
 
 A setting that a Config cannot express raises an error that names it: biases besides those of
 queries, keys and values, activations that `ACTIVATION_NAMES` lacks, dropout, layers that differ,
-scalings of rotary positions other than linear and Llama 3.1's.
+scalings of rotary positions other than linear and Llama 3.1's, experts that all tokens share.
 """
 
 from collections.abc import Collection, Mapping
@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, get_type_hints
 import jax.numpy as jnp
 
 from coat_jax.errors import UserError
-from coat_jax.models.config import Config
+from coat_jax.models.config import Config, Experts
 from coat_jax.ops import Llama3Scaling, Rotary
 from coat_jax.precision import BF16
 from coat_jax.validation import CountOrZero, brief, require
@@ -20,15 +20,30 @@ Json = Mapping[str, Any]
 
 
 class Architecture(NamedTuple):
-    """An architecture of transformers: the settings that it implies, and its defaults."""
+    """An architecture of transformers.
+
+    Attributes:
+        model_type: its name for transformers.
+        fixed: fields of Config that it implies.
+        defaults: entries of config.json that may be missing.
+        experts: the entries for fields of Experts; None if it has none.
+        ffn: the entry for `Config.ffn`.
+    """
 
     model_type: str
-    fixed: dict[str, Any]  # fields of Config
-    defaults: dict[str, Any]  # entries of config.json that may be missing
+    fixed: dict[str, Any]
+    defaults: dict[str, Any]
+    experts: dict[str, str] | None = None
+    ffn: str = "intermediate_size"
 
 
 OLMO_EPS = 1e-5  # written into transformers' code
 PLAIN: dict[str, Any] = {"norm": "rms", "norms": "before", "qkv_bias": False, "qk_norm": None}
+# Entries for fields of Experts. That of the z-loss is not one of transformers, which keeps it.
+MIXTRAL = {"chosen": "num_experts_per_tok", "aux_loss": "router_aux_loss_coef"}
+MIXTRAL |= {"count": "num_local_experts", "z_loss": "router_z_loss_coef"}
+MOE = MIXTRAL | {"count": "num_experts", "normalized": "norm_topk_prob"}
+OF_MOE = {"num_experts_per_tok": 8, "norm_topk_prob": False, "router_z_loss_coef": 0.0}
 
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture("llama", PLAIN, {}),
@@ -44,6 +59,29 @@ ARCHITECTURES = {
     "OlmoForCausalLM": Architecture("olmo", PLAIN | {"norm": "layer", "norm_eps": OLMO_EPS}, {}),
     "Olmo2ForCausalLM": Architecture(
         "olmo2", PLAIN | {"norms": "after", "qk_norm": "all"}, {"rms_norm_eps": 1e-5}
+    ),
+    "MixtralForCausalLM": Architecture(
+        "mixtral",
+        PLAIN,
+        OF_MOE
+        | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+        | {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001},
+        MIXTRAL,
+    ),
+    "Qwen3MoeForCausalLM": Architecture(
+        "qwen3_moe",
+        PLAIN | {"qk_norm": "head"},
+        OF_MOE
+        | {"num_key_value_heads": 4, "moe_intermediate_size": 768}
+        | {"num_experts": 128, "router_aux_loss_coef": 0.001},
+        MOE,
+        ffn="moe_intermediate_size",
+    ),
+    "OlmoeForCausalLM": Architecture(
+        "olmoe",
+        PLAIN | {"qk_norm": "all"},
+        OF_MOE | {"rms_norm_eps": 1e-5, "num_experts": 64, "router_aux_loss_coef": 0.01},
+        MOE,
     ),
 }
 FIELDS = {
@@ -84,8 +122,15 @@ REQUIRED = {
     "quantization_config": (None,),
     "partial_rotary_factor": (1, None),
 }
+REQUIRED_OF_EXPERTS = {
+    "decoder_sparse_step": (1, None),
+    "mlp_only_layers": ([], None),
+    "router_jitter_noise": (0, None),
+    "use_sliding_window": (False, None),
+}
 REQUIRED_OF_ROPE = {"rope_type": (*SCALINGS,), "partial_rotary_factor": (1, None)}
-WINDOWED = ("mistral", "qwen2", "qwen3")
+WINDOWED = ("mistral", "mixtral", "qwen2", "qwen3")
+ALL_WINDOWED = ("mistral", "mixtral")  # sliding_window is that of all layers
 FULL, SLIDING = "full_attention", "sliding_attention"
 ORIGINAL = "original_max_position_embeddings"
 Dtypes = Literal["float32", "bfloat16", "float16"]
@@ -96,11 +141,11 @@ Dtypes = Literal["float32", "bfloat16", "float16"]
 
 def from_json(data: Json) -> Config:
     """The Config of a config.json; it computes in the dtype of the stored weights, not in FP8."""
-    model_type, fixed, defaults = ARCHITECTURES[architecture_in(data, ARCHITECTURES)]
+    architecture = ARCHITECTURES[architecture_in(data, ARCHITECTURES)]
     require_values("", data, REQUIRED)
-    data = {**defaults, **data}
+    data = {**architecture.defaults, **data}
     fields: dict[str, Any] = {}
-    for ours, theirs in FIELDS.items():
+    for ours, theirs in (FIELDS | {"ffn": architecture.ffn}).items():
         value = data.get(theirs)
         if value is None and ours in ("kv_heads", "head_dim", "tied", "norm_eps"):
             each = fields["width"] // fields["heads"]
@@ -108,10 +153,11 @@ def from_json(data: Json) -> Config:
         fields[ours] = read_field(Config, ours, theirs, value)
     dtype = dtype_in(data)
     return Config(
-        **{**fields, **fixed},
+        **{**fields, **architecture.fixed},
+        experts=_experts(data, architecture.experts),
         activation=ACTIVATION_NAMES[data.get("hidden_act") or "silu"],
         rotary=_rotary(data),
-        window=_window(data, model_type, fields["layers"]),
+        window=_window(data, architecture.model_type, fields["layers"]),
         precision=BF16,
         param_dtype=dtype,
         dtype=dtype,
@@ -179,13 +225,27 @@ def _rotary(data: Json) -> Rotary:
     return Rotary(float(read_field(Rotary, "theta", "rope_theta", theta)), scaling)
 
 
+def _experts(data: Json, entries: Mapping[str, str] | None) -> Experts | None:
+    """The experts of each layer, None without any."""
+    if entries is None:
+        return None
+    require_values("", data, REQUIRED_OF_EXPERTS)
+    if "num_local_experts" in data:  # transformers writes either name, whatever the architecture
+        entries = {**entries, "count": "num_local_experts"}
+    fields = {
+        ours: read_field(Experts, ours, theirs, data.get(theirs))
+        for ours, theirs in entries.items()
+    }
+    return Experts(**fields)
+
+
 def _window(data: Json, model_type: str, layers: int) -> int | None:
     """The sliding window that all layers have, or None where none has one."""
     if model_type not in WINDOWED:
         return None
     window: int | None = read_field(Config, "window", "sliding_window", data.get("sliding_window"))
     first, kinds = 0, data.get("layer_types")
-    if model_type != "mistral":
+    if model_type not in ALL_WINDOWED:
         used = data.get("use_sliding_window")
         if not require("config.json: use_sliding_window", used, bool | None):
             window = None
@@ -194,9 +254,9 @@ def _window(data: Json, model_type: str, layers: int) -> int | None:
             first = require("config.json: max_window_layers", first, CountOrZero)
     if kinds is None:
         kinds = [SLIDING if window and i >= first else FULL for i in range(layers)]
-    # In Mistral transformers ignores layer_types: sliding_window is that of all layers.
+    # In Mistral transformers ignores layer_types.
     possible = (
-        [FULL] if window is None else [SLIDING] if model_type == "mistral" else [FULL, SLIDING]
+        [FULL] if window is None else [SLIDING] if model_type in ALL_WINDOWED else [FULL, SLIDING]
     )
     if kinds not in [[kind] * layers for kind in possible]:
         raise UserError(
@@ -212,32 +272,47 @@ def _window(data: Json, model_type: str, layers: int) -> int | None:
 
 def architecture_of(config: Config) -> str:
     """The architecture of transformers that computes what `config` says."""
-    for name, (model_type, fixed, _) in ARCHITECTURES.items():
+    for name, architecture in ARCHITECTURES.items():
+        model_type = architecture.model_type
         windows = config.window is None or model_type in WINDOWED
         # transformers refuses other widths in a Llama. Mistral without a window computes the same.
         width = model_type != "llama" or config.width % config.heads == 0
-        same = all(getattr(config, field) == value for field, value in fixed.items())
-        if windows and width and same:
+        width &= model_type != "olmoe" or config.width == config.heads * config.head_dim
+        fixed = architecture.fixed.items()
+        same = all(getattr(config, field) == value for field, value in fixed)
+        if windows and width and same and _has_experts(architecture, config.experts):
             return name
-    given = {name: getattr(config, name) for name in (*PLAIN, "window", "norm_eps")}
+    given = {name: getattr(config, name) for name in (*PLAIN, "window", "norm_eps", "experts")}
     raise UserError(
         f"No architecture of transformers computes {given}. There are {', '.join(ARCHITECTURES)}; "
-        f"OLMo has norm_eps={OLMO_EPS}, and Mistral and Qwen alone have windows."
+        f"OLMo has norm_eps={OLMO_EPS}, Mistral, Mixtral and dense Qwen alone have windows, and "
+        "experts have scores='softmax' and no biases."
     )
+
+
+def _has_experts(architecture: Architecture, experts: Experts | None) -> bool:
+    """Whether the layers of an architecture can have these experts, or None."""
+    entries = architecture.experts
+    if experts is None or entries is None:
+        return experts is None and entries is None
+    plain = experts.scores == "softmax" and not experts.bias_rate
+    return plain and (experts.normalized or "normalized" in entries)
 
 
 def to_json(config: Config, dtype: Any) -> dict[str, Any]:
     """The config.json of a model whose weights are stored as `dtype`."""
-    architecture = architecture_of(config)
-    model_type = ARCHITECTURES[architecture].model_type
+    name = architecture_of(config)
+    architecture = ARCHITECTURES[name]
+    model_type = architecture.model_type
     named = [theirs for theirs, ours in ACTIVATION_NAMES.items() if ours == config.activation]
     if not named:
         raise UserError(
             f"transformers cannot compute activation={brief(config.activation)}: a model to be "
             f"exported has one of {', '.join(dict.fromkeys(ACTIVATION_NAMES.values()))}."
         )
-    data: dict[str, Any] = {"architectures": [architecture], "model_type": model_type}
-    fields = {theirs: getattr(config, ours) for ours, theirs in FIELDS.items()}
+    data: dict[str, Any] = {"architectures": [name], "model_type": model_type}
+    names = FIELDS | {"ffn": architecture.ffn}
+    fields = {theirs: getattr(config, ours) for ours, theirs in names.items()}
     norm_eps, tied = fields.pop("rms_norm_eps"), fields.pop("tie_word_embeddings")
     data |= fields | {
         "hidden_act": named[0],
@@ -252,6 +327,8 @@ def to_json(config: Config, dtype: Any) -> dict[str, Any]:
         "eos_token_id": None,
         "pad_token_id": None,
     }
+    for ours, theirs in (architecture.experts or {}).items():
+        data[theirs] = getattr(config.experts, ours)
     if config.norm == "rms":
         data["rms_norm_eps"] = norm_eps
     if model_type in WINDOWED:

@@ -27,8 +27,9 @@ from coat_jax.models.hf.files import (
     read_config_json,
     read_tensors,
 )
-from coat_jax.models.hf.names import EMBEDDING, HEAD, is_transposed, tensors_of
+from coat_jax.models.hf.names import EMBEDDING, HEAD, Tensors, is_transposed, tensors_of
 from coat_jax.models.lazy_arrays import (
+    Index,
     LazyArray,
     Name,
     Parameters,
@@ -49,7 +50,8 @@ class Layout(NamedTuple):
     Attributes:
         module: the class of the models.
         to_json: makes config.json from a config and a dtype.
-        tensors_of: the tensors of a parameter: one, or one for each layer if it is stacked.
+        tensors_of: the tensor of a parameter, or a list of those along its first axis, each of
+            which may be a list in turn.
         is_transposed: whether a tensor has the axes of its parameter in reverse.
         tied: the names of the head and of the embedding.
         renamed: the name by which `tensors_of` knows a tensor that has another one in some folders.
@@ -58,7 +60,7 @@ class Layout(NamedTuple):
 
     module: Callable[..., Any]
     to_json: Callable[[Any, Any], dict[str, Any]]
-    tensors_of: Callable[[Name, Any], list[str]]
+    tensors_of: Callable[[Name, Any], Tensors]
     is_transposed: Callable[[str], bool]
     tied: tuple[str, str]
     renamed: Callable[[str], str] = str
@@ -67,10 +69,16 @@ class Layout(NamedTuple):
     def shapes_in_files(self, config: Any) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor of a model."""
         found = {}
+
+        def add(tensors: Tensors, shape: tuple[int, ...]) -> None:
+            if isinstance(tensors, str):
+                found[tensors] = shape[::-1] if self.is_transposed(tensors) else shape
+                return
+            for one in tensors:
+                add(one, shape[1:])
+
         for path, shape in stacked_shapes(config, module=self.module).items():
-            inside = shape[config.STACK in path :]
-            for name in self.tensors_of(path, config):
-                found[name] = inside[::-1] if self.is_transposed(name) else inside
+            add(self.tensors_of(path, config), shape)
         return found
 
 
@@ -127,11 +135,14 @@ def read(folder: str | Path, config: Any, layout: Layout = DECODER) -> dict[Name
     """
     tensors, shapes = tensors_in(folder, config, layout=layout), layout.shapes_in_files(config)
     require_same(folder, shapes, {name: one.shape for name, one in tensors.items()})
-    found = {}
-    for path in stacked_shapes(config, module=layout.module):
-        layers = [orient(n, tensors[n], layout) for n in layout.tensors_of(path, config)]
-        found[path] = stack_of(layers) if config.STACK in path else layers[0]
-    return found
+
+    def joined(names: Tensors) -> LazyArray:
+        if isinstance(names, str):
+            return orient(names, tensors[names], layout)
+        return stack_of([joined(one) for one in names])
+
+    paths = stacked_shapes(config, module=layout.module)
+    return {path: joined(layout.tensors_of(path, config)) for path in paths}
 
 
 def tensors_in(
@@ -189,16 +200,21 @@ def write(
     specs = {name: (shape, kind) for name, shape in layout.shapes_in_files(config).items()}
     new = NewTensors(folder, specs, file_bytes, layout.stem)
     for path, one in parameters.items():
-        names = layout.tensors_of(path, config)
         for index in lazy_arrays.pieces(one):
             values = one.read(index)
-            layers, inside = [(names[0], values)], index
-            if config.STACK in path:
-                layers, inside = [*zip(names[index[0]], values, strict=True)], index[1:]
-            for name, layer in layers:
-                if layout.is_transposed(name):
-                    new.write(name, inside[::-1], layer.T)
-                else:
-                    new.write(name, inside, layer)
+            _write_parts(new, layout, layout.tensors_of(path, config), index, values)
             progress(values.nbytes)
     new.finish({CONFIG: data, **(beside or {})})
+
+
+def _write_parts(
+    new: NewTensors, layout: Layout, tensors: Tensors, index: Index, values: np.ndarray
+) -> None:
+    """Fills in a part of the tensors of a parameter."""
+    if isinstance(tensors, str):
+        if layout.is_transposed(tensors):
+            index, values = index[::-1], values.T
+        new.write(tensors, index, values)
+        return
+    for one, part in zip(tensors[index[0]], values, strict=True):
+        _write_parts(new, layout, one, index[1:], part)

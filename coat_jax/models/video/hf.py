@@ -18,6 +18,7 @@ from coat_jax.models import lazy_arrays
 from coat_jax.models.hf import weights
 from coat_jax.models.hf.config import Json, architecture_in, read_field, require_values
 from coat_jax.models.hf.files import read_config_json, read_tensors
+from coat_jax.models.hf.names import Tensors
 from coat_jax.models.hf.weights import FILE_BYTES, Layout
 from coat_jax.models.lazy_arrays import Name
 from coat_jax.models.protocol import require_capability
@@ -82,13 +83,13 @@ for _part, _theirs in {"attention": "attn1", "cross": "attn2"}.items():
         IN_LAYER[_part, f"{_ours}_norm", "scale"] = f"{_theirs}.norm_{_ours[0]}.weight"
 
 
-def tensors_of(path: Name, config: Config) -> list[str]:
-    """The tensors of a parameter: one, or one for each layer if it is stacked."""
+def tensors_of(path: Name, config: Config) -> Tensors:
+    """The tensor of a parameter, or those of all layers if it is stacked."""
     if path[0] != config.STACK:
-        return [OUTSIDE[path]]
-    is_one = isinstance(path[1], int)
-    layers, name = (path[1:2], path[2:]) if is_one else (range(config.layers), path[1:])
-    return [f"blocks.{layer}.{IN_LAYER[name]}" for layer in layers]
+        return OUTSIDE[path]
+    if isinstance(path[1], int):
+        return f"blocks.{path[1]}.{IN_LAYER[path[2:]]}"
+    return [f"blocks.{layer}.{IN_LAYER[path[1:]]}" for layer in range(config.layers)]
 
 
 def is_transposed(tensor: str) -> bool:

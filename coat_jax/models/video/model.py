@@ -104,7 +104,7 @@ class VideoTransformer(nnx.Module):
         states = self.text(text.astype(config.dtype))
         x = shard_batch(x, config.batch_axes)
         turns = map(jnp.asarray, angles)
-        x = run_layers(config, self.layers, x, states, e, *turns, self._level(time))
+        x, _ = run_layers(config, self.layers, x, states, e, *turns, self._level(time))
         f = value_of(self.table).astype(jnp.float32) + c[:, None].astype(jnp.float32)
         with probes.named("last_norm"):
             x = ops.modulated_norm(

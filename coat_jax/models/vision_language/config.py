@@ -151,6 +151,8 @@ class Config(ModelConfig):
                 f"shuffle={self.shuffle} must divide the {self.tower.side} patches on a side of an "
                 "image, of which no class token is kept."
             )
+        if self.decoder.experts is not None:
+            raise UserError("decoder.experts must be None: a vision-language model has none.")
         if self.image_token >= self.decoder.vocab:
             raise UserError(
                 f"image_token={self.image_token} is outside the decoder's vocabulary of "

@@ -66,7 +66,7 @@ class Tower(nnx.Module):
             x = self._embed(images)
             if self.first_norm is not None:
                 x = self.first_norm(x)
-            x = run_layers(config, self.layers, shard_batch(x, config.batch_axes))
+            x, _ = run_layers(config, self.layers, shard_batch(x, config.batch_axes))
             if self.last_norm is not None:
                 with probes.named("last_norm"):
                     x = self.last_norm(x)

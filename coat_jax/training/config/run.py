@@ -158,6 +158,11 @@ class TrainConfig:
                 "optimizer.release_gradients=True needs a model that its backward pass divides, "
                 f"and a {module.__name__} has no method `stages`: leave release_gradients out."
             )
+        if getattr(self.model, "experts", None) is not None:
+            raise UserError(
+                "optimizer.release_gradients=True is for models without experts, whose penalties "
+                "depend on all layers: leave release_gradients out."
+            )
         users = {
             "gradient_accumulation_steps": self.gradient_accumulation_steps > 1,
             "model.scan": self.model.scan,

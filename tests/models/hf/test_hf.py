@@ -23,6 +23,7 @@ from coat_jax.models.hf.files import NewTensors, read_tensors
 from coat_jax.ops import Llama3Scaling, Rotary
 
 PLAIN = {"qk_norm": None, "norm_eps": 1e-5, "precision": "bf16"}
+EXPERTS = models.Experts(count=3, chosen=2, aux_loss=0.02, z_loss=0.003)
 LLAMA = variant(**PLAIN, rotary=Rotary(5e5, Llama3Scaling()))
 FAMILY = {
     "LlamaForCausalLM": LLAMA,
@@ -31,6 +32,11 @@ FAMILY = {
     "Qwen3ForCausalLM": variant(precision="bf16", window=8, tied=True),
     "OlmoForCausalLM": variant(**PLAIN, norm="layer"),
     "Olmo2ForCausalLM": variant(**{**PLAIN, "qk_norm": "all"}, norms="after"),
+    "MixtralForCausalLM": variant(**PLAIN, window=8, experts=EXPERTS),
+    "Qwen3MoeForCausalLM": variant(precision="bf16", tied=True, experts=EXPERTS),
+    "OlmoeForCausalLM": variant(
+        **{**PLAIN, "qk_norm": "all"}, experts=dataclasses.replace(EXPERTS, normalized=False)
+    ),
 }
 
 
@@ -70,6 +76,19 @@ def test_files_may_be_many_and_layers_lists_or_stacks(tmp_path):
         assert set(wanted) == set(index["weight_map"])
         assert_same_files(folder, tmp_path / "one")
     assert_same_model(hf.load(tmp_path / "list", LLAMA), model)
+
+
+def test_each_expert_has_tensors_of_its_own(tmp_path):
+    model = filled(FAMILY["OlmoeForCausalLM"])
+    hf.save(tmp_path, model)
+    found = files_of(tmp_path)
+    mlp, prefix = model.layers.mlp, "model.layers.1.mlp."
+    np.testing.assert_array_equal(found[prefix + "gate.weight"], mlp.router[...][1].T)
+    for name in ("gate", "up", "down"):
+        weight = getattr(mlp, name)[...]
+        np.testing.assert_array_equal(
+            found[f"{prefix}experts.2.{name}_proj.weight"], weight[1, 2].T
+        )
 
 
 def test_weights_are_stored_as_asked_and_cast_as_asked(tmp_path):
@@ -165,10 +184,16 @@ def test_missing_entries_have_transformers_defaults():
 def test_key_heads_that_config_json_leaves_out_are_those_of_transformers():
     """Where it says null, there are as many as query heads."""
     heads = {"Llama": 64, "Mistral": 8, "Qwen2": 32, "Qwen3": 32, "Olmo": 64, "Olmo2": 64}
+    heads |= {"Mixtral": 8, "Qwen3Moe": 4, "Olmoe": 64}
     for family, number in heads.items():
         for value, wanted in (("absent", number), (None, 64)):
             changes = {"num_attention_heads": 64, "head_dim": 2, "num_key_value_heads": value}
             assert from_json(config_json(f"{family}ForCausalLM", **changes)).kv_heads == wanted
+
+
+def test_the_number_of_experts_has_two_names():
+    data = config_json("Qwen3MoeForCausalLM", num_experts="absent", num_local_experts=5)
+    assert from_json(data).experts.count == 5
 
 
 def test_a_window_is_used_where_config_json_says_so():
@@ -256,7 +281,18 @@ LLAMAS = [
 ]
 
 
-REFUSED = {"Llama": LLAMAS, "Mistral": MISTRAL, "Qwen3": QWEN3}
+QWEN3_MOE = [
+    ({"decoder_sparse_step": 2}, "decoder_sparse_step=2, which coat_jax does not support"),
+    ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\], which"),
+    ({"use_sliding_window": True}, "use_sliding_window=True, which"),
+    ({"num_experts": 0}, "config.json: num_experts=0 must be a whole number from 1"),
+    ({"num_experts_per_tok": 4}, "experts.chosen=4 must be at most experts.count=3"),
+    ({"norm_topk_prob": 1}, "norm_topk_prob=1 must be True or False"),
+    ({"moe_intermediate_size": None}, "moe_intermediate_size=None must be"),
+]
+
+
+REFUSED = {"Llama": LLAMAS, "Mistral": MISTRAL, "Qwen3": QWEN3, "Qwen3Moe": QWEN3_MOE}
 
 
 @pytest.mark.parametrize(
@@ -286,6 +322,9 @@ def test_a_model_that_transformers_does_not_have_is_not_saved(tmp_path, monkeypa
         ({"qkv_bias": True, "qk_norm": "head"}, NONE),
         ({"norm": "layer", "norm_eps": 1e-6}, NONE),
         ({"norms": "after", "qk_norm": "all", "window": 4}, NONE),
+        ({"experts": dataclasses.replace(EXPERTS, normalized=False)}, NONE),
+        ({"experts": dataclasses.replace(EXPERTS, bias_rate=0.1)}, NONE),
+        ({"experts": EXPERTS, "qk_norm": "all", "head_dim": 32}, NONE),
     ):
         with pytest.raises(UserError, match=message):
             hf.save(tmp_path, filled(dataclasses.replace(LLAMA, **changes)))

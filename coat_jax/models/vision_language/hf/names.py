@@ -6,6 +6,7 @@ tensors under `vision_tower` or `vision_tower.vision_model`. All are read; the o
 """
 
 from coat_jax.models.hf import names as decoders
+from coat_jax.models.hf.names import Tensors
 from coat_jax.models.lazy_arrays import Name
 from coat_jax.models.vision_language.config import Config, TowerConfig
 from coat_jax.models.vision_language.hf.config import LLAVA, SMOLVLM, family_of
@@ -63,28 +64,31 @@ TRANSPOSED = tuple(
 )
 
 
-def tensors_of(path: Name, config: Config) -> list[str]:
-    """The tensors of a parameter: one, or one for each layer if it is stacked."""
+def tensors_of(path: Name, config: Config) -> Tensors:
+    """The tensor of a parameter, or those of all layers if it is stacked."""
     family, (part, *inside) = family_of(config), path
     if part == "projector":
-        return [PROJECTOR[tuple(inside)]]
+        return PROJECTOR[tuple(inside)]
     if part == "tower":
-        return [f"{TOWER[family]}.{name}" for name in _of_tower(tuple(inside), config.tower)]
-    theirs, ours = DECODER[family]
-    return [
-        ours + name.removeprefix(theirs) if name.startswith(theirs) else name
-        for name in decoders.tensors_of(tuple(inside), config.decoder)
-    ]
+        return _with_prefix("", f"{TOWER[family]}.", _of_tower(tuple(inside), config.tower))
+    return _with_prefix(*DECODER[family], decoders.tensors_of(tuple(inside), config.decoder))
 
 
-def _of_tower(path: Name, tower: TowerConfig) -> list[str]:
+def _with_prefix(old: str, new: str, tensors: Tensors) -> Tensors:
+    """The names with a new prefix, where they have the old one."""
+    if isinstance(tensors, str):
+        return new + tensors.removeprefix(old) if tensors.startswith(old) else tensors
+    return [_with_prefix(old, new, one) for one in tensors]
+
+
+def _of_tower(path: Name, tower: TowerConfig) -> Tensors:
     if path[0] == "unused":
-        return [str(path[1])]
+        return str(path[1])
     if path[0] != tower.STACK:
-        return [OUTSIDE[path]]
-    is_one = isinstance(path[1], int)
-    layers, name = (path[1:2], path[2:]) if is_one else (range(tower.layers), path[1:])
-    return [f"encoder.layers.{layer}.{IN_LAYER[name]}" for layer in layers]
+        return OUTSIDE[path]
+    if isinstance(path[1], int):
+        return f"encoder.layers.{path[1]}.{IN_LAYER[path[2:]]}"
+    return [f"encoder.layers.{layer}.{IN_LAYER[path[1:]]}" for layer in range(tower.layers)]
 
 
 def is_transposed(tensor: str) -> bool:
