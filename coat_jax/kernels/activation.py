@@ -69,6 +69,7 @@ class Constants(NamedTuple):
     gated: bool
     stochastic: bool = False
     per_maximum: int = 0  # columns of a maximum
+    weighted: bool = False  # whether rows of a gradient have weights
 
 
 def require_activation(name: str) -> None:
@@ -253,18 +254,58 @@ def activation_backward(
         dtype: of the gradients' codes; the activation's are in the blocks' format.
         stochastic: rounds gradients and activation like `cast`, each with its own stream.
     """
+    return _backward(hidden, da, None, act, scale, gradient_scales, size, dtype, stochastic)[:2]
+
+
+def activation_backward_weighted(
+    hidden: Sequence[Blocks],
+    da: Float[Array, "*rows F"],
+    weights: Float[Array, "*rows"],
+    act: Activation,
+    scale: Float[Array, ""],
+    gradient_scales: Sequence[Float[Array, ""]],
+    size: int,
+    dtype: DTypeLike,
+    *,
+    stochastic: bool = False,
+) -> tuple[Array, list[tuple[Array, Array]], Float[Array, "B S"]]:
+    """`activation_backward` of gate and up where y is the sum of rows times `weights`.
+
+    Each row of da is that of a row without its weight. The third result is the weights' gradient,
+    the products of each row of da with that of act(hidden).
+    """
+    how = act, scale, gradient_scales, size, dtype, stochastic
+    recomputed, codes, dots = _backward(hidden, da, weights, *how)
+    return recomputed, codes, jnp.sum(dots, axis=-1)
+
+
+def _backward(
+    hidden: Sequence[Blocks],
+    da: Float[Array, "*rows F"],
+    weights: Float[Array, "*rows"] | None,
+    act: Activation,
+    scale: Float[Array, ""],
+    gradient_scales: Sequence[Float[Array, ""]],
+    size: int,
+    dtype: DTypeLike,
+    stochastic: bool,
+) -> tuple[Array, list[tuple[Array, Array]], Array]:
+    """The results of both; the last one only with weights."""
     from coat_jax.kernels.triton.activation import (
         activation_backward_tile,
         activation_backward_ungated_tile,
+        activation_backward_weighted_tile,
     )
 
     da, gated, saved = as_3d(da), len(hidden) == 2, hidden[0].codes.dtype
+    weighted = weights is not None
+    kernel = activation_backward_tile if gated else activation_backward_ungated_tile
     of_inputs = rows = columns = None
     if stochastic:
         of_inputs, _ = element_numbers(da.shape, "inputs")
         rows, columns = element_numbers(da.shape, "gradients")
     recomputed, *codes = launch_sharded(
-        activation_backward_tile if gated else activation_backward_ungated_tile,
+        activation_backward_weighted_tile if weighted else kernel,
         [
             (da, "b s f"),
             *_inputs(hidden, size),
@@ -274,14 +315,20 @@ def activation_backward(
             (of_inputs, "b s"),
             (rows, "b s"),
             (columns, "f"),
+            *[(weights, "b s")] * weighted,
         ],
-        [("f b s", saved), *[("b s f", dtype), ("f b s", dtype)] * len(hidden)],
+        [
+            ("f b s", saved),
+            *[("b s f", dtype), ("f b s", dtype)] * len(hidden),
+            *[(f"b s f/{max(size, BACKWARD.width)}", jnp.float32)] * weighted,
+        ],
         partial(divide, tile=BACKWARD, block=size),
-        ACT=Constants(act, gated, stochastic),
+        ACT=Constants(act, gated, stochastic, weighted=weighted),
         F8=format_of(saved),
         GRADIENT_F8=format_of(dtype),
     )
-    return recomputed, list(zip(codes[::2], codes[1::2], strict=True))
+    straight, transposed = codes[: 2 * len(hidden) : 2], codes[1 : 2 * len(hidden) : 2]
+    return recomputed, list(zip(straight, transposed, strict=True)), codes[-1]
 
 
 def _inputs(hidden: Sequence[Blocks], size: int) -> list[tuple[Array | None, str]]:

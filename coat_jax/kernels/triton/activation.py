@@ -124,13 +124,17 @@ def activation_cast_tile(
 
 
 @triton.jit
-def activation_backward_tile(
+def activation_backward_weighted_tile(
     da, gate_codes, gate_exponents, up_codes, up_exponents, scale, first_scale, second_scale,
-    input_rows, gradient_rows, columns,
-    recomputed, first, first_transposed, second, second_transposed,
+    input_rows, gradient_rows, columns, weights,
+    recomputed, first, first_transposed, second, second_transposed, dots,
     ACT: tl.constexpr, F8: tl.constexpr, GRADIENT_F8: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of gate and up in both layouts, and a recomputed in the transposed one."""
+    """The gradients of gate and up in both layouts, and a recomputed in the transposed one.
+
+    If ACT.weighted, each row of da counts `weights` times, and the sums of da a over the columns of
+    each tile are stored.
+    """
     row, column = tile_indices(TILES)
     # Hides from Triton that more than 8 columns are contiguous: a thread then holds 8 neighbours;
     # it does not have the registers for 16.
@@ -138,9 +142,13 @@ def activation_backward_tile(
     d = load_tile(da, row, column, TILES)
     g = load_blocks(gate_codes, gate_exponents, row, column, TILES)
     a, slope = activation(g, ACT)
+    of_first, of_second = 1.0 / tl.load(first_scale), 1.0 / tl.load(second_scale)
+    if ACT.weighted:
+        weight = tl.load(weights + row, mask=row < TILES.rows, other=0.0)[:, None]
+        of_first, of_second = weight * of_first, weight * of_second
     if ACT.gated:
         q = round_tile(
-            d * a * (1.0 / tl.load(second_scale)), gradient_rows, columns, row, column,
+            d * a * of_second, gradient_rows, columns, row, column,
             ACT.stochastic, GRADIENT_F8, TILES,
         )  # fmt: skip
         q = q.to(second.dtype.element_ty)
@@ -148,9 +156,12 @@ def activation_backward_tile(
         store_transposed(q, second_transposed, row, column, TILES)
         u = load_blocks(up_codes, up_exponents, row, column, TILES)
         a *= u
+        if ACT.weighted:
+            offsets, mask = block_offsets(row, TILES.width, TILES)
+            tl.store(dots + offsets, tl.sum(d * a, axis=1)[:, None], mask=mask)
         d *= u
     q = round_tile(
-        d * slope * (1.0 / tl.load(first_scale)), gradient_rows, columns, row, column,
+        d * slope * of_first, gradient_rows, columns, row, column,
         ACT.stochastic, GRADIENT_F8, TILES,
     )  # fmt: skip
     q = q.to(first.dtype.element_ty)
@@ -164,12 +175,28 @@ def activation_backward_tile(
 
 
 @triton.jit
+def activation_backward_tile(
+    da, gate_codes, gate_exponents, up_codes, up_exponents, scale, first_scale, second_scale,
+    input_rows, gradient_rows, columns,
+    recomputed, first, first_transposed, second, second_transposed,
+    ACT: tl.constexpr, F8: tl.constexpr, GRADIENT_F8: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """The same without weights."""
+    activation_backward_weighted_tile(
+        da, gate_codes, gate_exponents, up_codes, up_exponents, scale, first_scale, second_scale,
+        input_rows, gradient_rows, columns, da,
+        recomputed, first, first_transposed, second, second_transposed, da,
+        ACT, F8, GRADIENT_F8, TILES,
+    )  # fmt: skip
+
+
+@triton.jit
 def activation_backward_ungated_tile(
     da, codes, exponents, codes_twice, exponents_twice, scale, gradient_scale, scale_twice,
     input_rows, gradient_rows, columns, recomputed, straight, transposed,
     ACT: tl.constexpr, F8: tl.constexpr, GRADIENT_F8: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """The same without an up, and so with one gradient."""
+    """The same without weights and without an up, and so with one gradient."""
     activation_backward_tile(
         da, codes, exponents, codes_twice, exponents_twice, scale, gradient_scale, scale_twice,
         input_rows, gradient_rows, columns, recomputed, straight, transposed, straight, transposed,

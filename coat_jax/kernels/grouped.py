@@ -1,0 +1,375 @@
+"""Products of rows in groups, each group with a weight of its own: what experts compute.
+
+    product              y[r] = x[r] w_e                    for every row r of every expert e
+    product_transposed   dx[r] = sum_i dy_i[r] w_i,e^T
+    outer_product        dw_e = sum over the rows r of e of x[r]^T dy[r]
+
+`group` sorts tokens by expert. How many an expert has is known only at run time, so the kernels
+have programs for the most blocks that there can be. They read rows of x where the tokens are:
+nothing is sorted in memory but the transposed operands of `outer_product` (`gather_transposed`),
+which Hopper needs contiguous along the rows. There each group begins at a multiple of ALIGNED rows,
+because a load of 16 codes must be aligned; the rows in between are zero.
+
+As in `gemm`, an operand has one scale, and sums of FP8 lose up to 2^-13 for every 32 products. The
+sums of a group may be long, so `outer_product` adds up parts of PART rows in FP32.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Int32
+
+from coat_jax.kernels.dispatch import Implementation
+from coat_jax.kernels.gemm import Operand
+from coat_jax.kernels.launch import Tile, divide
+from coat_jax.kernels.sharding import launch_sharded
+from coat_jax.numerics.formats import format_of
+from coat_jax.numerics.noise import NoiseStream, element_numbers
+
+ALIGNED = 16  # rows
+PART = 4096  # rows
+MOST_ROWS = 2**31 - 1
+
+
+class Plan(NamedTuple):
+    """How a product is divided into programs."""
+
+    height: int  # rows of a program's block of the result
+    width: int  # columns
+    depth: int  # bytes of each row that one step of the loop reads
+    together: int  # blocks of rows that share the columns they read
+    warps: int
+    stages: int
+
+
+# Not tuned: they have not run on a GPU yet.
+PRODUCT = Plan(128, 256, 128, 8, 8, 3)
+OUTER = Plan(128, 256, 128, 8, 8, 3)
+GATHER = Tile(128, 64, 4)
+
+
+class Spec(NamedTuple):
+    """The constants of the kernels of products."""
+
+    experts: int
+    rows: int
+    inputs: int  # that a product sums over
+    outputs: int
+    expert_stride: int  # of the weight
+    output_stride: int
+    input_stride: int
+    height: int  # see `Plan`
+    width: int
+    depth: int  # numbers of each row that one step of the loop reads
+    together: int
+    gathered: bool
+    pairs: int
+
+
+class Groups(NamedTuple):
+    """Tokens in the order of their experts; those of one expert in their own order.
+
+    Attributes:
+        choices: the number t * k + j of the choice in each row; -1 in empty rows.
+        places: the row of each choice.
+        starts: the first row of each expert, and the end of the last one.
+    """
+
+    choices: Int32[Array, " R"]
+    places: Int32[Array, "T k"]
+    starts: Int32[Array, " E+1"]
+
+    @property
+    def tokens(self) -> Int32[Array, " R"]:
+        """The token in each row; -1 in empty rows."""
+        return self.choices // self.places.shape[1]  # rounds down
+
+    @property
+    def sizes(self) -> Int32[Array, " E"]:
+        """The rows of each expert, with the empty rows at their end."""
+        return jnp.diff(self.starts)
+
+    def of_tokens(self, x: Float[Array, "T ..."]) -> Float[Array, "R ..."]:
+        """x in the order of rows, zero in empty ones."""
+        return _at(x, self.tokens)
+
+    def of_choices(self, x: Float[Array, "T k"]) -> Float[Array, " R"]:
+        """x in the order of rows, zero in empty ones."""
+        return _at(x.reshape(-1), self.choices)
+
+
+def rows_of(choices: int, experts: int, aligned: int) -> int:
+    """How many rows hold all choices, however they are distributed."""
+    most = choices + (aligned - 1) * min(experts, choices)
+    return most // aligned * aligned
+
+
+def group(experts: Int[Array, "T k"], count: int, aligned: int = ALIGNED) -> Groups:
+    """Sorts the choices of all tokens by expert.
+
+    Args:
+        experts: of each token, from 0 to count - 1.
+        count: how many experts there are.
+        aligned: a group begins at a multiple of as many rows.
+    """
+    chosen = experts.reshape(-1).astype(jnp.int32)
+    order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
+    numbers = jnp.arange(count + 1, dtype=jnp.int32)
+    # One fusion of XLA; a binary search is a loop of launches.
+    before = jnp.sum(chosen < numbers[:, None], axis=1, dtype=jnp.int32)
+    sizes = -(-jnp.diff(before) // aligned) * aligned
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(sizes, dtype=jnp.int32)])
+    rows = jnp.arange(chosen.size, dtype=jnp.int32) + (starts - before)[chosen[order]]
+    empty = jnp.full(rows_of(chosen.size, count, aligned), -1, jnp.int32)
+    choices = empty.at[rows].set(order, unique_indices=True)
+    places = jnp.zeros_like(rows).at[order].set(rows, unique_indices=True)
+    return Groups(choices, places.reshape(experts.shape), starts)
+
+
+def product(
+    x: Operand,
+    w: Operand,
+    groups: Groups,
+    dtype: DTypeLike,
+    implementation: Implementation,
+    *,
+    of_tokens: bool = False,
+) -> Float[Array, "R N"]:
+    """x w_e for weights [E, K, N], zero in empty rows.
+
+    Args:
+        x: rows [R, K]; or tokens [T, K], with `of_tokens`.
+        w: in FP8, kernels take it transposed, [N, E, K].
+        groups: of the rows.
+        dtype: of the result.
+        implementation: "xla" or "triton".
+        of_tokens: whether x is in the order of tokens.
+    """
+    if implementation == "xla":
+        rows = _rows(x, groups, of_tokens)
+        return _ragged(rows, w.values, groups, (1, 1), _scale(x, w), dtype)
+    array, axes = (w.values, "!e !k n") if w.transposed is None else (w.transposed, "n !e !k")
+    return _product([x], [w._replace(values=array)], axes, groups, dtype, of_tokens)
+
+
+def product_transposed(
+    dy: Sequence[Operand],
+    w: Sequence[Operand],
+    groups: Groups,
+    dtype: DTypeLike,
+    implementation: Implementation,
+    *,
+    of_tokens: bool = False,
+) -> Float[Array, "R K"]:
+    """The sum of dy_i w_i,e^T for weights [E, K, N], zero in empty rows.
+
+    All of dy must have one scale, and all of w: the kernel adds their products before it scales.
+    """
+    if implementation == "xla":
+        pairs = zip(dy, w, strict=True)
+        shares = (
+            _ragged(_rows(g, groups, of_tokens), v.values, groups, (1, 2), _scale(g, v), dtype)
+            for g, v in pairs
+        )
+        first, *others = shares
+        return sum(others, first)
+    return _product(dy, w, "!e n !k", groups, dtype, of_tokens)
+
+
+def outer_product(
+    x: Operand, dy: Operand, groups: Groups, dtype: DTypeLike, implementation: Implementation
+) -> Float[Array, "E K N"]:
+    """x_e^T dy_e, summed over the rows of each expert. Kernels take both transposed."""
+    if implementation == "xla":
+        return _ragged(_matrix(x.values), _matrix(dy.values), groups, (0, 0), _scale(x, dy), dtype)
+    from coat_jax.kernels.triton.grouped import outer_product_tile
+
+    assert x.transposed is not None
+    assert dy.transposed is not None
+    left, right = (a.reshape(a.shape[0], -1) for a in (x.transposed, dy.transposed))
+
+    def grid(left: Array, right: Array, starts: Array, *scales: Array) -> dict[str, Any]:
+        del scales
+        experts, (height, rows), width = starts.shape[0] - 1, left.shape, right.shape[0]
+        down, across = -(-height // OUTER.height), -(-width // OUTER.width)
+        return {
+            "programs": experts * down * across,
+            "warps": OUTER.warps,
+            "stages": OUTER.stages,
+            "SPEC": Spec(experts, rows, height, width, 0, 0, 0, *OUTER[:4], False, 1),
+            "PART": PART,
+        }
+
+    inputs = [(left, "m !r"), (right, "n !r"), (groups.starts, "!s"), *_scales(x, dy)]
+    sizes = {"e": groups.starts.shape[0] - 1}
+    (out,) = launch_sharded(outer_product_tile, inputs, [("!e m n", dtype)], grid, sizes)
+    return out
+
+
+def combine(
+    rows: Float[Array, "R D"], groups: Groups, weights: Float[Array, "T k"] | None = None
+) -> Float[Array, "T D"]:
+    """The sum over each token's rows, weighted if there are weights; in FP32."""
+    total = jnp.zeros((len(groups.places), rows.shape[1]), jnp.float32)
+    # A sum over an axis of rows[places] would have this array, of all choices, in memory.
+    for j in range(groups.places.shape[1]):
+        share = rows[groups.places[:, j]].astype(jnp.float32)
+        total += share if weights is None else share * weights[:, j, None].astype(jnp.float32)
+    return total
+
+
+def gather_transposed(
+    x: Float[Array, "T D"],
+    groups: Groups,
+    factors: Float[Array, " R"] | None = None,
+    scale: Float[Array, ""] | None = None,
+    dtype: DTypeLike | None = None,
+    *,
+    stream: NoiseStream | None = None,
+) -> Float[Array, "D R"]:
+    """The rows of tokens, transposed: codes as they are, or numbers times factors, rounded.
+
+    Args:
+        x: codes; or numbers, with the next three arguments.
+        groups: of the rows.
+        factors: of each row.
+        scale: of the result.
+        dtype: of the result.
+        stream: random bits, to round stochastically; without them, rounds to nearest.
+    """
+    from coat_jax.kernels.triton.grouped import gather_transposed_tile
+
+    rounds, (_, width), rows = dtype is not None, x.shape, groups.choices.shape[0]
+    dtype = x.dtype if dtype is None else dtype
+    runs, lanes = (None, None) if stream is None else element_numbers((rows, width), stream)
+
+    def grid(x: Array, *others: Array) -> dict[str, Any]:
+        del others
+        return divide(jax.ShapeDtypeStruct((rows, x.shape[1]), x.dtype), tile=GATHER)
+
+    (out,) = launch_sharded(
+        gather_transposed_tile,
+        [
+            (x, "!t d"),
+            (groups.tokens, "!r"),
+            (factors, "!r"),
+            (scale, ""),
+            (runs, "!r"),
+            (lanes, "d"),
+        ],
+        [("d !r", dtype)],
+        grid,
+        ROUND=rounds,
+        STOCHASTIC=stream is not None,
+        F8=format_of(dtype),
+    )
+    return out
+
+
+def _product(
+    lefts: Sequence[Operand],
+    rights: Sequence[Operand],
+    axes: str,
+    groups: Groups,
+    dtype: DTypeLike,
+    of_tokens: bool,
+) -> Float[Array, "R N"]:
+    """The sum of the products of all pairs; `axes` are those of `values` on the right."""
+    from coat_jax.kernels.triton.grouped import product_tile
+
+    rows, experts = groups.choices.shape[0], groups.starts.shape[0] - 1
+
+    def grid(x: Array, w: Array, *others: Array) -> dict[str, Any]:
+        del others
+        strides = (w.shape[1] * w.shape[2], w.shape[2], 1)
+        names = axes.replace("!", "").split()
+        size, stride = (
+            dict(zip(names, w.shape, strict=True)),
+            dict(zip(names, strides, strict=True)),
+        )
+        blocks = (rows + experts * (PRODUCT.height - 1)) // PRODUCT.height
+        together = min(PRODUCT.together, blocks)
+        across = -(-size["n"] // PRODUCT.width)
+        spec = Spec(
+            experts,
+            rows,
+            size["k"],
+            size["n"],
+            stride["e"],
+            stride["n"],
+            stride["k"],
+            PRODUCT.height,
+            PRODUCT.width,
+            PRODUCT.depth // x.dtype.itemsize,
+            together,
+            of_tokens,
+            len(lefts),
+        )
+        return {
+            "programs": -(-blocks // together) * together * across,
+            "warps": PRODUCT.warps,
+            "stages": PRODUCT.stages,
+            "SPEC": spec,
+        }
+
+    of_x = "!t !k" if of_tokens else "!r !k"
+    pairs: list[tuple[Array | None, str]] = []
+    for left, right in zip(lefts, rights, strict=True):
+        assert left.values is not None
+        pairs += [(_matrix(left.values), of_x), (right.values, axes)]
+    pairs += [(None, "")] * (4 - len(pairs))
+    tokens = groups.tokens if of_tokens else None
+    inputs = [*pairs, (tokens, "!r"), (groups.starts, "!s"), *_scales(lefts[0], rights[0])]
+    (out,) = launch_sharded(product_tile, inputs, [("!r n", dtype)], grid, {"r": rows})
+    return out
+
+
+def _at(x: Array, rows: Int32[Array, " R"]) -> Array:
+    """These rows of x, zero where -1."""
+    return x.at[rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+
+def _scales(*operands: Operand) -> list[tuple[Array, str]]:
+    one = jnp.ones((), jnp.float32)
+    return [(one if x.scale is None else x.scale, "") for x in operands]
+
+
+def _scale(x: Operand, y: Operand) -> Float[Array, ""] | None:
+    return None if x.scale is None or y.scale is None else x.scale * y.scale
+
+
+def _matrix(x: Array | None) -> Float[Array, "R K"]:
+    assert x is not None, "this product needs its operand straight"
+    return x.reshape(-1, x.shape[-1])
+
+
+def _rows(x: Operand, groups: Groups, of_tokens: bool) -> Float[Array, "R K"]:
+    rows = _matrix(x.values)
+    return groups.of_tokens(rows) if of_tokens else rows
+
+
+def _ragged(
+    x: Array,
+    w: Array | None,
+    groups: Groups,
+    summed: tuple[int, int],
+    scale: Float[Array, ""] | None,
+    dtype: DTypeLike,
+) -> Array:
+    """A product through XLA, summed over these axes; of codes in FP32."""
+    assert w is not None
+    over_rows = summed == (0, 0)
+    numbers = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((summed[0],), (summed[1],)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[] if over_rows else [0],
+    )
+    if scale is None:
+        return lax.ragged_dot_general(x, w, groups.sizes, numbers, preferred_element_type=dtype)
+    x, w = x.astype(jnp.float32), w.astype(jnp.float32)
+    sums = lax.ragged_dot_general(x, w, groups.sizes, numbers, precision=lax.Precision.HIGHEST)
+    return (sums * scale).astype(dtype)

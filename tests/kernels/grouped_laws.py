@@ -1,0 +1,143 @@
+"""The kernels for experts against their references: laws for the interpreter and the GPU."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coat_jax import E4M3, E5M2
+from coat_jax.kernels import gemm, grouped
+from coat_jax.kernels.activation import activate, activate_backward, activation_backward_weighted
+from coat_jax.kernels.gemm import Operand
+from coat_jax.numerics.blocks import from_blocks, to_blocks
+
+ROUTES = {
+    "random": lambda rng, count, shape: rng.integers(0, count, shape),
+    "skewed": lambda rng, count, shape: (count * rng.random(shape) ** 4).astype(int),
+    "empty experts": lambda rng, count, shape: rng.choice([1, 3], shape),
+    "the last has all": lambda rng, count, shape: np.full(shape, count - 1),
+}
+
+
+def off(got, wanted):
+    got, wanted = (np.asarray(x, np.float64) for x in (got, wanted))
+    assert got.shape == wanted.shape
+    return np.linalg.norm(got - wanted) / max(np.linalg.norm(wanted), 1e-30)
+
+
+class GroupedLaws:
+    """A module derives from it, and chooses sizes.
+
+    Attributes:
+        tokens: how many, and how many choices each has.
+        experts: how many.
+        widths: of x and of the hidden layer; no multiples of a block.
+        dtype: of x and the weights.
+        exact: how far sums of the same products are apart.
+    """
+
+    tokens = 150, 3
+    experts = 5
+    widths = 96, 136
+    dtype = "float32"
+    exact = 1e-5
+
+    def draw(self, seed, *shape):
+        x = np.random.default_rng(seed).standard_normal(shape)
+        return jnp.asarray(x / shape[-2] ** 0.5, self.dtype)
+
+    def groups(self, route="random", aligned=grouped.ALIGNED):
+        chosen = ROUTES[route](np.random.default_rng(0), self.experts, self.tokens)
+        return grouped.group(jnp.asarray(chosen, jnp.int32), self.experts, aligned)
+
+    def weight(self, seed, layout, scale=None):
+        """The weight for the reference, and for the kernel."""
+        w = self.draw(seed, self.experts, *self.widths)
+        straight = gemm.operand(w, E4M3, scale=scale)
+        turned = Operand(None, jnp.transpose(straight.values, (2, 0, 1)), straight.scale)
+        return straight, straight if layout == "straight" else turned
+
+    def gradient(self, seed, columns, groups):
+        dy = groups.of_tokens(self.draw(seed, self.tokens[0], columns).astype(jnp.float32))
+        return gemm.operand(dy, E5M2, scale=jnp.float32(2.0**-13))
+
+    @pytest.mark.parametrize("route", ROUTES)
+    def test_rows_are_multiplied_by_the_weight_of_their_expert(self, route):
+        groups = self.groups(route)
+        x = gemm.operand(self.draw(1, self.tokens[0], self.widths[0]), E4M3)
+        w, turned = self.weight(2, "transposed")
+        how = {"of_tokens": True, "dtype": self.dtype}
+        wanted = grouped.product(x, w, groups, implementation="xla", **how)
+        got = grouped.product(x, turned, groups, implementation="triton", **how)
+        assert off(got, wanted) < self.exact
+        assert not np.any(np.asarray(got, np.float32)[np.asarray(groups.tokens) < 0])
+
+    def test_numbers_that_are_not_rounded_are_multiplied_too(self):
+        """From a weight whose columns are contiguous."""
+        groups = self.groups()
+        x, w = (
+            self.draw(1, self.tokens[0], self.widths[0]),
+            self.draw(2, self.experts, *self.widths),
+        )
+        pair = Operand(x, None, None), Operand(w, None, None)
+        got, wanted = (
+            grouped.product(*pair, groups, self.dtype, how, of_tokens=True)
+            for how in ("triton", "xla")
+        )
+        assert off(got, wanted) < max(self.exact, 1e-3)  # TF32
+
+    def test_two_products_are_added(self):
+        groups, columns = self.groups("skewed"), self.widths[1]
+        dy = [self.gradient(seed, columns, groups) for seed in (1, 2)]
+        (first, _), (second, _) = (self.weight(s, "straight", jnp.float32(2.0**-6)) for s in (3, 4))
+        got, wanted = (
+            grouped.product_transposed(dy, [first, second], groups, self.dtype, how)
+            for how in ("triton", "xla")
+        )
+        assert off(got, wanted) < self.exact
+
+    @pytest.mark.parametrize("part", [grouped.PART, 128], ids=["whole", "in parts"])
+    @pytest.mark.parametrize("route", ROUTES)
+    def test_rows_of_an_expert_are_summed(self, route, part, monkeypatch):
+        monkeypatch.setattr(grouped, "PART", part)
+        groups = self.groups(route)
+        x, dy = (self.gradient(i + 1, n, groups) for i, n in enumerate(self.widths))
+        x = gemm.operand(x.values.astype(jnp.float32) * x.scale, E4M3)
+        turned = [Operand(None, side.values.T, side.scale) for side in (x, dy)]
+        wanted = grouped.outer_product(x, dy, groups, self.dtype, "xla")
+        got = grouped.outer_product(*turned, groups, self.dtype, "triton")
+        assert off(got, wanted) < self.exact
+        assert not np.any(np.asarray(got, np.float32)[np.asarray(groups.sizes) == 0])
+
+    @pytest.mark.parametrize("stream", [None, "gradients"], ids=["nearest", "stochastic"])
+    def test_rows_are_gathered_as_columns(self, stream):
+        groups = self.groups()
+        x, factors = self.draw(1, self.tokens[0], self.widths[0]), self.draw(2, 1, *self.tokens)[0]
+        codes = gemm.operand(x, E4M3).values
+        turned = grouped.gather_transposed(codes, groups)
+        np.testing.assert_array_equal(np.float32(turned), np.float32(groups.of_tokens(codes)).T)
+        factors, scale = groups.of_choices(factors.astype(jnp.float32)), jnp.float32(2.0**-14)
+        got = grouped.gather_transposed(x, groups, factors, scale, E5M2, stream=stream)
+        rows = groups.of_tokens(x).astype(jnp.float32) * factors[:, None]
+        wanted = gemm.operand(rows, E5M2, scale=scale, stream=stream)
+        # A product in FP32 may be rounded to the neighbouring code.
+        assert np.mean(np.float32(wanted.values) != np.float32(got).T) < 0.01
+        assert off(np.asarray(got).T, wanted.values) < 0.01
+
+    def test_rows_of_the_activations_gradient_are_weighted(self):
+        rows, columns = 70, self.widths[1]
+        hidden = [to_blocks(self.draw(i, 1, rows, columns), size=16) for i in range(2)]
+        da, weights = self.draw(3, 1, rows, columns), self.draw(4, 1, rows)
+        scales = jnp.float32(2.0**-10), [jnp.float32(2.0**-17)] * 2
+        recomputed, codes, dots = activation_backward_weighted(
+            hidden, da, weights, "silu", *scales, 16, E5M2
+        )
+        values = [from_blocks(h, size=16) for h in hidden]
+        a = activate(values, "silu")
+        assert off(recomputed[:, 0].T.astype(jnp.float32) * scales[0], a[0]) < 0.04
+        assert off(dots, jnp.sum(da.astype(jnp.float32) * a, axis=-1)) < 1e-5
+        wanted = activate_backward(values, da * weights[..., None], "silu")
+        for (straight, turned), d in zip(codes, wanted, strict=True):
+            assert off(straight.astype(jnp.float32) * 2.0**-17, d) < 0.08
+            np.testing.assert_array_equal(
+                np.float32(turned), np.float32(jnp.transpose(straight, (2, 0, 1)))
+            )
