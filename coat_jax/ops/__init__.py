@@ -4,7 +4,7 @@
     gated_mlp, mlp                   the MLP, from its norm to the residual sum; see ACTIVATIONS
     router_logits, route             the router of a mixture of experts; its load and penalties are
                                      expert_load, balance_loss and router_z_loss
-    grouped_mlp                      the MLPs that it chooses for each token
+    grouped_mlp                      the MLPs of experts, each for the tokens that chose it
     norm_qkv                         from the residual stream to queries, keys and values
     attention, attention_linear      attention, alone or with its output projection
     attention_to_past                attention of one new token, for generation

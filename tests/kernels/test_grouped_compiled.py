@@ -1,0 +1,88 @@
+"""Experts as compiled for Hopper: how many launches, and what the loops of the products are."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hopper import COMPILED, kernel_calls, kernels, spilled_bytes
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import coat_jax as coat
+from coat_jax import ops
+from coat_jax.kernels import grouped
+from experiments.hopper import OPTIONS, hopper_mesh, there
+
+pytestmark = COMPILED
+
+T, K, E, D, F = 2048, 8, 16, 1024, 768
+LAUNCHES = {"COAT": 21, "COAT_BF16_FORWARD": 17}
+PRODUCTS = {"product_tile": 5, "outer_product_tile": 3}
+
+
+def compiled(precision):
+    with there():
+        mesh = hopper_mesh((1,), ("data",))
+        whole = NamedSharding(mesh, P())
+
+        def like(*shape, dtype=jnp.bfloat16):
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+
+        def f(x, gate, up, down, experts, weights, dy):
+            def mlp(x, gate, up, down, weights):
+                how = {"precision": precision, "implementation": "triton"}
+                return ops.grouped_mlp(x, gate, up, down, experts, weights, **how)
+
+            y, pull = jax.vjp(mlp, x, gate, up, down, weights)
+            return y, *pull(dy)
+
+        args = (like(T, D), like(E, D, F), like(E, D, F), like(E, F, D))
+        args += (like(T, K, dtype=jnp.int32), like(T, K, dtype=jnp.float32), like(T, D))
+        with jax.set_mesh(mesh):
+            return jax.jit(f).lower(*args).compile(OPTIONS)
+
+
+@pytest.fixture(scope="module", params=LAUNCHES)
+def named_program(request):
+    return request.param, compiled(getattr(coat, request.param))
+
+
+@pytest.fixture
+def program(named_program):
+    return named_program[1]
+
+
+def test_a_layer_takes_21_kernels_and_no_copies(named_program):
+    """Forward: x, 3 weights, 3 products, an activation and its scale. Backward: dy, 3 weights, 2
+    products, the activation, x and dy as columns, 3 sums over rows. Forward products in BF16 need
+    no weights in FP8 and no scale."""
+    name, program = named_program
+    assert kernel_calls(program) == LAUNCHES[name]
+    assert not re.search(r"= (f8\w+|bf16)\[\S+ (copy|copy-start|transpose)\(", program.as_text())
+
+
+def test_sums_over_choices_are_not_in_memory(program):
+    text = program.as_text()
+    entry = text[text.index("\nENTRY ") :]
+    assert not re.findall(rf"\[{T},{K},{D}\]", entry)
+    # What there is of all choices: the results of two products, before they are added up.
+    rows = grouped.rows_of(T * K, E, grouped.ALIGNED)
+    assert len(re.findall(rf"= \(?bf16\[{rows},{D}\]", entry)) == 2
+
+
+def test_products_are_in_fp8_and_load_16_codes_at_a_time(program, tmp_path):
+    found = {}
+    for ptx in kernels(program):
+        (name,) = re.findall(r"\.visible \.entry (\w+)\(", ptx)
+        found.setdefault(name, []).append(ptx)
+    for name, count in PRODUCTS.items():
+        products = found[name]
+        assert len(products) == count
+        for ptx in products:
+            assert re.search(r"wgmma\.mma_async.*\.(e[45]m[23]\.e[45]m[23]|bf16\.bf16)", ptx)
+            # Nothing but indices is loaded otherwise.
+            assert not re.search(r"ld\.global[.\w]*\.b(8|16)\b", ptx)
+            assert "cp.async.cg" in ptx
+            # The sums of earlier parts wait in memory.
+            assert spilled_bytes(ptx, tmp_path) == 0 or name == "outer_product_tile"
