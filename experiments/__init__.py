@@ -8,6 +8,7 @@ also has the scripts of studies that are finished.
     layers          layers, layers.saved
     loss            loss_study, fine_tuning, stability, tradeoff
     formats         format_sqnr, after_training, int4_study
+    experts         grouped_speed
     training        training_throughput, communication, memory, examples_memory, gpu_suite
     generation      quantized_generation, int4_speed, past_attention_speed, decode_step
     documentation   ideas (the pictures of docs/ideas.md), demo (`make demo`)

@@ -14,6 +14,7 @@ As in `gemm`, an operand has one scale, and sums of FP8 lose up to 2^-13 for eve
 sums of a group may be long, so `outer_product` adds up parts of PART rows in FP32.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -68,6 +69,22 @@ class Spec(NamedTuple):
     together: int
     gathered: bool
     pairs: int
+
+
+class Sums(NamedTuple):
+    """The constants of the kernel of `outer_product`."""
+
+    inputs: int
+    outputs: int
+    input_stride: int
+    input_row: int  # from one row to the next
+    output_stride: int
+    output_row: int
+    height: int  # see `Plan`
+    width: int
+    depth: int  # rows that one step of the loop reads
+    together: int
+    part: int  # rows
 
 
 class Groups(NamedTuple):
@@ -183,30 +200,26 @@ def product_transposed(
 def outer_product(
     x: Operand, dy: Operand, groups: Groups, dtype: DTypeLike, implementation: Implementation
 ) -> Float[Array, "E K N"]:
-    """x_e^T dy_e, summed over the rows of each expert. Kernels take both transposed."""
+    """x_e^T dy_e, summed over the rows of each expert. In FP8, kernels take both transposed."""
     if implementation == "xla":
         return _ragged(_matrix(x.values), _matrix(dy.values), groups, (0, 0), _scale(x, dy), dtype)
     from coat_jax.kernels.triton.grouped import outer_product_tile
 
-    assert x.transposed is not None
-    assert dy.transposed is not None
-    left, right = (a.reshape(a.shape[0], -1) for a in (x.transposed, dy.transposed))
+    (left, of_left), (right, of_right) = _columns(x, "m"), _columns(dy, "n")
+    experts = groups.starts.shape[0] - 1
 
-    def grid(left: Array, right: Array, starts: Array, *scales: Array) -> dict[str, Any]:
-        del scales
-        experts, (height, rows), width = starts.shape[0] - 1, left.shape, right.shape[0]
-        down, across = -(-height // OUTER.height), -(-width // OUTER.width)
-        return {
-            "programs": experts * down * across,
-            "warps": OUTER.warps,
-            "stages": OUTER.stages,
-            "SPEC": Spec(experts, rows, height, width, 0, 0, 0, *OUTER[:4], False, 1),
-            "PART": PART,
-        }
+    def grid(left: Array, right: Array, *others: Array) -> dict[str, Any]:
+        del others
+        (m, of_m), (_, m_row) = (_stride(left.shape, of_left, axis) for axis in "mr")
+        (n, of_n), (_, n_row) = (_stride(right.shape, of_right, axis) for axis in "nr")
+        height, width, depth, together, warps, stages = OUTER
+        strides = of_m, m_row, of_n, n_row
+        spec = Sums(m, n, *strides, height, width, depth // left.dtype.itemsize, together, PART)
+        programs = experts * -(-m // height) * -(-n // width)
+        return {"programs": programs, "warps": warps, "stages": stages, "SPEC": spec}
 
-    inputs = [(left, "m !r"), (right, "n !r"), (groups.starts, "!s"), *_scales(x, dy)]
-    sizes = {"e": groups.starts.shape[0] - 1}
-    (out,) = launch_sharded(outer_product_tile, inputs, [("!e m n", dtype)], grid, sizes)
+    inputs = [(left, of_left), (right, of_right), (groups.starts, "!s"), *_scales(x, dy)]
+    (out,) = launch_sharded(outer_product_tile, inputs, [("!e m n", dtype)], grid, {"e": experts})
     return out
 
 
@@ -285,47 +298,38 @@ def _product(
 
     def grid(x: Array, w: Array, *others: Array) -> dict[str, Any]:
         del others
-        strides = (w.shape[1] * w.shape[2], w.shape[2], 1)
-        names = axes.replace("!", "").split()
-        size, stride = (
-            dict(zip(names, w.shape, strict=True)),
-            dict(zip(names, strides, strict=True)),
-        )
-        blocks = (rows + experts * (PRODUCT.height - 1)) // PRODUCT.height
-        together = min(PRODUCT.together, blocks)
-        across = -(-size["n"] // PRODUCT.width)
-        spec = Spec(
-            experts,
-            rows,
-            size["k"],
-            size["n"],
-            stride["e"],
-            stride["n"],
-            stride["k"],
-            PRODUCT.height,
-            PRODUCT.width,
-            PRODUCT.depth // x.dtype.itemsize,
-            together,
-            of_tokens,
-            len(lefts),
-        )
-        return {
-            "programs": -(-blocks // together) * together * across,
-            "warps": PRODUCT.warps,
-            "stages": PRODUCT.stages,
-            "SPEC": spec,
-        }
+        (_, of_expert), (n, of_n), (k, of_k) = (_stride(w.shape, axes, axis) for axis in "enk")
+        height, width, depth, together, warps, stages = PRODUCT
+        blocks = (rows + experts * (height - 1)) // height
+        together = min(together, blocks)
+        strides, depth = (of_expert, of_n, of_k), depth // x.dtype.itemsize
+        shape = experts, rows, k, n
+        spec = Spec(*shape, *strides, height, width, depth, together, of_tokens, len(lefts))
+        programs = -(-blocks // together) * together * -(-n // width)
+        return {"programs": programs, "warps": warps, "stages": stages, "SPEC": spec}
 
     of_x = "!t !k" if of_tokens else "!r !k"
     pairs: list[tuple[Array | None, str]] = []
     for left, right in zip(lefts, rights, strict=True):
-        assert left.values is not None
         pairs += [(_matrix(left.values), of_x), (right.values, axes)]
     pairs += [(None, "")] * (4 - len(pairs))
     tokens = groups.tokens if of_tokens else None
     inputs = [*pairs, (tokens, "!r"), (groups.starts, "!s"), *_scales(lefts[0], rights[0])]
     (out,) = launch_sharded(product_tile, inputs, [("!r n", dtype)], grid, {"r": rows})
     return out
+
+
+def _stride(shape: Sequence[int], axes: str, axis: str) -> tuple[int, int]:
+    """The size of one of the named axes, and how far its numbers are apart."""
+    at = axes.replace("!", "").split().index(axis)
+    return shape[at], math.prod(shape[at + 1 :])
+
+
+def _columns(x: Operand, axis: str) -> tuple[Array, str]:
+    """An operand that is summed over its rows, and its axes."""
+    if x.transposed is None:
+        return _matrix(x.values), f"!r {axis}"
+    return x.transposed.reshape(x.transposed.shape[0], -1), f"{axis} !r"
 
 
 def _at(x: Array, rows: Int32[Array, " R"]) -> Array:

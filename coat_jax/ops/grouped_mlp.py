@@ -33,7 +33,7 @@ from coat_jax.kernels.activation import (
     require_activation,
 )
 from coat_jax.kernels.cast import Layout
-from coat_jax.kernels.dispatch import Implementation
+from coat_jax.kernels.dispatch import Implementation, choose
 from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.grouped import Groups
 from coat_jax.numerics.blocks import Blocks
@@ -51,7 +51,7 @@ from coat_jax.ops.projection import (
     quantize_input,
     recompute_input,
 )
-from coat_jax.precision import COAT, Precision
+from coat_jax.precision import COAT, Precision, precision_of
 
 
 class Experts(NamedTuple):
@@ -102,15 +102,19 @@ def grouped_mlp(
         >>> jax.jit(coat.ops.grouped_mlp)(x, gate, gate, down, experts, weights).shape
         (16, 64)
     """
-    mode = mode_of(precision, implementation)
-    if mode.precision.forward_products == "int8":
+    precision = precision_of(precision)
+    mode = mode_of(precision, implementation if precision.fp8_linear else None)
+    if mode.format is None:  # products of any dtype have kernels here
+        mode = Mode(precision, choose(implementation))
+    if precision.forward_products == "int8":
         raise UserError(
             'grouped_mlp has no products in INT8, which forward_products="int8" asks for. Use '
             "precision=coat.COAT, or coat.COAT_BF16_FORWARD for a lower loss."
         )
     require_activation(activation)
     _require_arrays(x, gate, up, down, experts, weights)
-    aligned = 1 if mode.format is None else grouped.ALIGNED
+    unaligned = mode.format is None and mode.implementation == "xla"
+    aligned = 1 if unaligned else grouped.ALIGNED
     _require_choices(experts, gate.shape[0], aligned)
     groups = grouped.group(experts, gate.shape[0], aligned)
     arrays: Any = x, Experts(gate, up, down), weights, groups
@@ -285,7 +289,7 @@ def _transposed(
     dtype, stream = mode.precision.backward, mode.stream("gradients")
     if mode.format is not None:
         scale = gemm.tensor_scale(largest * jnp.max(jnp.abs(weights), initial=0), dtype)
-    if mode.implementation == "triton":
+    if mode.implementation == "triton" and mode.format is not None:
         of_x = grouped.gather_transposed(x.values, groups)
         of_dy = grouped.gather_transposed(dy, groups, weights, scale, dtype, stream=stream)
         return Operand(None, of_x, x.scale), Operand(None, of_dy, scale)

@@ -21,6 +21,7 @@ ROUTES = {
     "the last has all": lambda rng, count, shape: np.full(shape, count - 1),
 }
 PRECISIONS = {
+    "bf16": coat.BF16,
     "coat": coat.COAT,
     "coat_paper": coat.COAT_PAPER,
     "fp8_linear": coat.FP8_LINEAR,
@@ -95,6 +96,12 @@ class GroupedLaws:
             for how in ("triton", "xla")
         )
         assert off(got, wanted) < max(self.exact, 1e-3)  # TF32
+        rows = groups.of_tokens(x)
+        pair = Operand(rows, None, None), Operand(got, None, None)
+        got, wanted = (
+            grouped.outer_product(*pair, groups, self.dtype, how) for how in ("triton", "xla")
+        )
+        assert off(got, wanted) < max(self.exact, 1e-3)
 
     def test_two_products_are_added(self):
         groups, columns = self.groups("skewed"), self.widths[1]

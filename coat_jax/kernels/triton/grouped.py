@@ -86,10 +86,8 @@ def product_tile(
 
 
 @triton.jit
-def outer_product_tile(
-    left, right, starts, left_scale, right_scale, out, SPEC: tl.constexpr, PART: tl.constexpr
-):  # fmt: skip
-    """A block of the sum over an expert's rows: `inputs` are those of left, `outputs` of right."""
+def outer_product_tile(left, right, starts, left_scale, right_scale, out, SPEC: tl.constexpr):
+    """A block of the sum over an expert's rows; SPEC is a `kernels.grouped.Sums`."""
     HEIGHT: tl.constexpr = SPEC.height
     WIDTH: tl.constexpr = SPEC.width
     DEPTH: tl.constexpr = SPEC.depth
@@ -103,26 +101,31 @@ def outer_product_tile(
     within = block - band * across
     m = (band + within % of_band) * HEIGHT + tl.arange(0, HEIGHT)
     n = within // of_band * WIDTH + tl.arange(0, WIDTH)
-    k = tl.arange(0, DEPTH)
+    of_left, of_right = (m < SPEC.inputs)[:, None], (n < SPEC.outputs)[None, :]
+    left += m.to(tl.int64)[:, None] * SPEC.input_stride
+    right += n.to(tl.int64)[None, :] * SPEC.output_stride
     # Groups are aligned, which the vectors of loads must know.
     begin = tl.multiple_of(tl.load(starts + expert), 16)
     end = tl.multiple_of(tl.load(starts + expert + 1), 16)
-    # What is read for rows after the last is not stored.
-    of_m = left + tl.where(m < SPEC.inputs, m, 0).to(tl.int64)[:, None] * SPEC.rows
-    of_n = right + tl.where(n < SPEC.outputs, n, 0).to(tl.int64)[None, :] * SPEC.rows
     total = tl.zeros([HEIGHT, WIDTH], tl.float32)
-    for part in range((end - begin + PART - 1) // PART):
-        first = tl.multiple_of(begin + part * PART, 16)
+    for part in range((end - begin + SPEC.part - 1) // SPEC.part):
+        first = tl.multiple_of(begin + part * SPEC.part, 16)
+        from_left = left + first.to(tl.int64) * SPEC.input_row
+        from_right = right + first.to(tl.int64) * SPEC.output_row
+        rows = tl.multiple_of(tl.minimum(end - first, SPEC.part), 16)
         acc = tl.zeros([HEIGHT, WIDTH], tl.float32)
-        for i in range((tl.minimum(end - first, PART) + DEPTH - 1) // DEPTH):
-            row = first + i * DEPTH + k
-            a = tl.load(of_m + row[None, :], mask=(row < end)[None, :], other=0.0)
-            b = tl.load(of_n + row[:, None], mask=(row < end)[:, None], other=0.0)
+        for i in range((rows + DEPTH - 1) // DEPTH):
+            row = i * DEPTH + tl.arange(0, DEPTH)
+            there = row < rows
+            mask = of_left & there[None, :]
+            a = tl.load(from_left + row[None, :] * SPEC.input_row, mask=mask, other=0.0)
+            mask = of_right & there[:, None]
+            b = tl.load(from_right + row[:, None] * SPEC.output_row, mask=mask, other=0.0)
             acc = tl.dot(a, b, acc)
         total += acc
     total *= tl.load(left_scale) * tl.load(right_scale)
     at = (expert.to(tl.int64) * SPEC.inputs + m)[:, None] * SPEC.outputs + n[None, :]
-    store_rounded(total, out + at, (m < SPEC.inputs)[:, None] & (n < SPEC.outputs)[None, :])
+    store_rounded(total, out + at, of_left & of_right)
 
 
 @triton.jit
