@@ -178,7 +178,7 @@ def ways() -> dict[str, Callable[..., Any]]:
 
     import coat_jax as coat
     from coat_jax import ops
-    from coat_jax.kernels import grouped
+    from coat_jax.kernels import routing
 
     def ours(precision: Any, implementation: Any = None) -> Callable[..., Any]:
         def mlp(x: Any, gate: Any, up: Any, down: Any, weights: Any, experts: Any) -> Any:
@@ -189,12 +189,12 @@ def ways() -> dict[str, Callable[..., Any]]:
 
     def plain(ragged_dot: Callable[..., Any]) -> Callable[..., Any]:
         def mlp(x: Any, gate: Any, up: Any, down: Any, weights: Any, experts: Any) -> Any:
-            groups = grouped.group(experts, len(gate), 1)
+            groups = routing.group(experts, len(gate), 1)
             rows = x[groups.tokens]
             a = jax.nn.silu(ragged_dot(rows, gate, groups.sizes))
             a *= ragged_dot(rows, up, groups.sizes)
             y = ragged_dot(a, down, groups.sizes)
-            return grouped.combine(y, groups, weights).astype(x.dtype)
+            return routing.combine(y, groups, weights).astype(x.dtype)
 
         return mlp
 
@@ -262,14 +262,14 @@ def kernels(layer: Layer, route: str) -> dict[str, tuple[tuple[Any, ...], int]]:
     import jax
     import jax.numpy as jnp
 
-    from coat_jax.kernels import gemm, grouped
+    from coat_jax.kernels import gemm, grouped, routing
     from coat_jax.kernels.dispatch import choose
     from coat_jax.kernels.gemm import Operand
     from coat_jax.numerics.formats import E4M3, E5M2
 
     how = choose(None)
     x, gate, up, down, weights, experts, dy = arrays_of(layer, route)
-    groups = jax.jit(grouped.group, static_argnums=1)(experts, layer.experts)
+    groups = jax.jit(routing.group, static_argnums=1)(experts, layer.experts)
     codes = jax.jit(gemm.operand, static_argnums=(1, 2, 3))
     n, g = codes(x, E4M3, "straight", how), codes(dy, E5M2, "straight", how)
     straight = [codes(w, E4M3, "straight", how) for w in (gate, up, down)]
@@ -306,8 +306,8 @@ def kernels(layer: Layer, route: str) -> dict[str, tuple[tuple[Any, ...], int]]:
         "product, gradient of the activation": ((of_dy, g, straight[2], groups), one),
         "product, gradient of x": ((of_hidden, d, *straight[:2], groups), 2 * one),
         "outer product": ((outer, columns, d, groups), one),
-        "sort": ((functools.partial(grouped.group, count=layer.experts), experts), 0),
-        "sum of choices": ((grouped.combine, y, groups, weights), 0),
+        "sort": ((functools.partial(routing.group, count=layer.experts), experts), 0),
+        "sum of choices": ((routing.combine, y, groups, weights), 0),
     }
     if how == "triton":
         found["codes of x as columns"] = (grouped.gather_transposed, n.values, groups), 0

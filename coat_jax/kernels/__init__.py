@@ -1,7 +1,7 @@
 """The heavy arithmetic: `jnp` references, and the functions that launch Triton kernels.
 
 gemm, int8, int4            matrix products in FP8, INT8, and of FP8 with INT4
-grouped                     products of rows in groups, each with a weight of its own
+grouped, routing            products of rows in groups, each with a weight; tokens sorted by expert
 cast                        an array in one FP8 tensor
 norm, activation, rotary    the elementwise parts of a layer
 tile_attention              attention between tiles of tokens

@@ -4,17 +4,18 @@
     product_transposed   dx[r] = sum_i dy_i[r] w_i,e^T
     outer_product        dw_e = sum over the rows r of e of x[r]^T dy[r]
 
-`group` sorts tokens by expert. How many an expert has is known only at run time, so the kernels
-have programs for the most blocks that there can be. They read rows of x where the tokens are:
-nothing is sorted in memory but the transposed operands of `outer_product` (`gather_transposed`),
-which Hopper needs contiguous along the rows. There each group begins at a multiple of ALIGNED rows,
-because a load of 16 codes must be aligned; the rows in between are zero.
+How many rows an expert has is known only at run time, so the kernels have programs for the most
+blocks that there can be. They read rows of x where the tokens are: nothing is sorted in memory but
+the transposed operands of `outer_product` (`gather_transposed`), which Hopper needs contiguous
+along the rows.
 
 As in `gemm`, an operand has one scale, and sums of FP8 lose up to 2^-13 for every 32 products. The
 sums of a group may be long, so `outer_product` adds up parts of PART rows in FP32.
 """
 
+import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,18 +23,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Array, Float
 
+from coat_jax.kernels import dispatch
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.launch import Tile, divide
+from coat_jax.kernels.routing import Groups
 from coat_jax.kernels.sharding import launch_sharded
 from coat_jax.numerics.formats import format_of
 from coat_jax.numerics.noise import NoiseStream, element_numbers
 
-ALIGNED = 16  # rows
 PART = 4096  # rows
-MOST_ROWS = 2**31 - 1
 
 
 class Plan(NamedTuple):
@@ -50,6 +51,7 @@ class Plan(NamedTuple):
 # Not tuned: they have not run on a GPU yet.
 PRODUCT = Plan(128, 256, 128, 8, 8, 3)
 OUTER = Plan(128, 256, 128, 8, 8, 3)
+LITTLE_MEMORY = Plan(128, 128, 128, 8, 8, 2)  # for GPUs whose processors share less than 100 KB
 GATHER = Tile(128, 64, 4)
 
 
@@ -87,66 +89,6 @@ class Sums(NamedTuple):
     part: int  # rows
 
 
-class Groups(NamedTuple):
-    """Tokens in the order of their experts; those of one expert in their own order.
-
-    Attributes:
-        choices: the number t * k + j of the choice in each row; -1 in empty rows.
-        places: the row of each choice.
-        starts: the first row of each expert, and the end of the last one.
-    """
-
-    choices: Int32[Array, " R"]
-    places: Int32[Array, "T k"]
-    starts: Int32[Array, " E+1"]
-
-    @property
-    def tokens(self) -> Int32[Array, " R"]:
-        """The token in each row; -1 in empty rows."""
-        return self.choices // self.places.shape[1]  # rounds down
-
-    @property
-    def sizes(self) -> Int32[Array, " E"]:
-        """The rows of each expert, with the empty rows at their end."""
-        return jnp.diff(self.starts)
-
-    def of_tokens(self, x: Float[Array, "T ..."]) -> Float[Array, "R ..."]:
-        """x in the order of rows, zero in empty ones."""
-        return _at(x, self.tokens)
-
-    def of_choices(self, x: Float[Array, "T k"]) -> Float[Array, " R"]:
-        """x in the order of rows, zero in empty ones."""
-        return _at(x.reshape(-1), self.choices)
-
-
-def rows_of(choices: int, experts: int, aligned: int) -> int:
-    """How many rows hold all choices, however they are distributed."""
-    most = choices + (aligned - 1) * min(experts, choices)
-    return most // aligned * aligned
-
-
-def group(experts: Int[Array, "T k"], count: int, aligned: int = ALIGNED) -> Groups:
-    """Sorts the choices of all tokens by expert.
-
-    Args:
-        experts: of each token, from 0 to count - 1.
-        count: how many experts there are.
-        aligned: a group begins at a multiple of as many rows.
-    """
-    chosen = experts.reshape(-1).astype(jnp.int32)
-    order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
-    numbers = jnp.arange(count + 1, dtype=jnp.int32)
-    # One fusion of XLA; a binary search is a loop of launches.
-    before = jnp.sum(chosen < numbers[:, None], axis=1, dtype=jnp.int32)
-    sizes = -(-jnp.diff(before) // aligned) * aligned
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(sizes, dtype=jnp.int32)])
-    rows = jnp.arange(chosen.size, dtype=jnp.int32) + (starts - before)[chosen[order]]
-    empty = jnp.full(rows_of(chosen.size, count, aligned), -1, jnp.int32)
-    choices = empty.at[rows].set(order, unique_indices=True)
-    places = jnp.zeros_like(rows).at[order].set(rows, unique_indices=True)
-    return Groups(choices, places.reshape(experts.shape), starts)
-
-
 def product(
     x: Operand,
     w: Operand,
@@ -160,17 +102,16 @@ def product(
 
     Args:
         x: rows [R, K]; or tokens [T, K], with `of_tokens`.
-        w: in FP8, kernels take it transposed, [N, E, K].
+        w: in FP8, the kernel takes it transposed, [N, E, K].
         groups: of the rows.
         dtype: of the result.
         implementation: "xla" or "triton".
         of_tokens: whether x is in the order of tokens.
     """
-    if implementation == "xla":
-        rows = _rows(x, groups, of_tokens)
-        return _ragged(rows, w.values, groups, (1, 1), _scale(x, w), dtype)
-    array, axes = (w.values, "!e !k n") if w.transposed is None else (w.transposed, "n !e !k")
-    return _product([x], [w._replace(values=array)], axes, groups, dtype, of_tokens)
+    if w.transposed is None:
+        return _product([x], [w], "!e !k n", groups, dtype, implementation, of_tokens)
+    w = w._replace(values=w.transposed)
+    return _product([x], [w], "n !e !k", groups, dtype, implementation, of_tokens)
 
 
 def product_transposed(
@@ -186,15 +127,7 @@ def product_transposed(
 
     All of dy must have one scale, and all of w: the kernel adds their products before it scales.
     """
-    if implementation == "xla":
-        pairs = zip(dy, w, strict=True)
-        shares = (
-            _ragged(_rows(g, groups, of_tokens), v.values, groups, (1, 2), _scale(g, v), dtype)
-            for g, v in pairs
-        )
-        first, *others = shares
-        return sum(others, first)
-    return _product(dy, w, "!e n !k", groups, dtype, of_tokens)
+    return _product(dy, w, "!e n !k", groups, dtype, implementation, of_tokens)
 
 
 def outer_product(
@@ -212,7 +145,7 @@ def outer_product(
         del others
         (m, of_m), (_, m_row) = (_stride(left.shape, of_left, axis) for axis in "mr")
         (n, of_n), (_, n_row) = (_stride(right.shape, of_right, axis) for axis in "nr")
-        height, width, depth, together, warps, stages = OUTER
+        height, width, depth, together, warps, stages = _fitting(OUTER)
         strides = of_m, m_row, of_n, n_row
         spec = Sums(m, n, *strides, height, width, depth // left.dtype.itemsize, together, PART)
         programs = experts * -(-m // height) * -(-n // width)
@@ -221,18 +154,6 @@ def outer_product(
     inputs = [(left, of_left), (right, of_right), (groups.starts, "!s"), *_scales(x, dy)]
     (out,) = launch_sharded(outer_product_tile, inputs, [("!e m n", dtype)], grid, {"e": experts})
     return out
-
-
-def combine(
-    rows: Float[Array, "R D"], groups: Groups, weights: Float[Array, "T k"] | None = None
-) -> Float[Array, "T D"]:
-    """The sum over each token's rows, weighted if there are weights; in FP32."""
-    total = jnp.zeros((len(groups.places), rows.shape[1]), jnp.float32)
-    # A sum over an axis of rows[places] would have this array, of all choices, in memory.
-    for j in range(groups.places.shape[1]):
-        share = rows[groups.places[:, j]].astype(jnp.float32)
-        total += share if weights is None else share * weights[:, j, None].astype(jnp.float32)
-    return total
 
 
 def gather_transposed(
@@ -289,9 +210,18 @@ def _product(
     axes: str,
     groups: Groups,
     dtype: DTypeLike,
+    implementation: Implementation,
     of_tokens: bool,
 ) -> Float[Array, "R N"]:
     """The sum of the products of all pairs; `axes` are those of `values` on the right."""
+    pairs = [(_matrix(x.values), w.values) for x, w in zip(lefts, rights, strict=True)]
+    if implementation == "xla":
+        summed, scale = axes.split().index("!k"), _scale(lefts[0], rights[0])
+        shares = (
+            _ragged(groups.of_tokens(x) if of_tokens else x, w, groups, (1, summed), scale, dtype)
+            for x, w in pairs
+        )
+        return functools.reduce(operator.add, shares)
     from coat_jax.kernels.triton.grouped import product_tile
 
     rows, experts = groups.choices.shape[0], groups.starts.shape[0] - 1
@@ -299,7 +229,7 @@ def _product(
     def grid(x: Array, w: Array, *others: Array) -> dict[str, Any]:
         del others
         (_, of_expert), (n, of_n), (k, of_k) = (_stride(w.shape, axes, axis) for axis in "enk")
-        height, width, depth, together, warps, stages = PRODUCT
+        height, width, depth, together, warps, stages = _fitting(PRODUCT)
         blocks = (rows + experts * (height - 1)) // height
         together = min(together, blocks)
         strides, depth = (of_expert, of_n, of_k), depth // x.dtype.itemsize
@@ -309,14 +239,17 @@ def _product(
         return {"programs": programs, "warps": warps, "stages": stages, "SPEC": spec}
 
     of_x = "!t !k" if of_tokens else "!r !k"
-    pairs: list[tuple[Array | None, str]] = []
-    for left, right in zip(lefts, rights, strict=True):
-        pairs += [(_matrix(left.values), of_x), (right.values, axes)]
-    pairs += [(None, "")] * (4 - len(pairs))
+    arrays = [each for x, w in pairs for each in ((x, of_x), (w, axes))]
+    arrays += [(None, "")] * (4 - len(arrays))
     tokens = groups.tokens if of_tokens else None
-    inputs = [*pairs, (tokens, "!r"), (groups.starts, "!s"), *_scales(lefts[0], rights[0])]
+    inputs = [*arrays, (tokens, "!r"), (groups.starts, "!s"), *_scales(lefts[0], rights[0])]
     (out,) = launch_sharded(product_tile, inputs, [("!r n", dtype)], grid, {"r": rows})
     return out
+
+
+def _fitting(plan: Plan) -> Plan:
+    """The plan itself on Hopper, B200 and B300."""
+    return plan if dispatch.target_capability() // 10 in (9, 10) else LITTLE_MEMORY
 
 
 def _stride(shape: Sequence[int], axes: str, axis: str) -> tuple[int, int]:
@@ -332,11 +265,6 @@ def _columns(x: Operand, axis: str) -> tuple[Array, str]:
     return x.transposed.reshape(x.transposed.shape[0], -1), f"{axis} !r"
 
 
-def _at(x: Array, rows: Int32[Array, " R"]) -> Array:
-    """These rows of x, zero where -1."""
-    return x.at[rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-
-
 def _scales(*operands: Operand) -> list[tuple[Array, str]]:
     one = jnp.ones((), jnp.float32)
     return [(one if x.scale is None else x.scale, "") for x in operands]
@@ -349,11 +277,6 @@ def _scale(x: Operand, y: Operand) -> Float[Array, ""] | None:
 def _matrix(x: Array | None) -> Float[Array, "R K"]:
     assert x is not None, "this product needs its operand straight"
     return x.reshape(-1, x.shape[-1])
-
-
-def _rows(x: Operand, groups: Groups, of_tokens: bool) -> Float[Array, "R K"]:
-    rows = _matrix(x.values)
-    return groups.of_tokens(rows) if of_tokens else rows
 
 
 def _ragged(

@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from coat_jax.errors import UserError
-from coat_jax.kernels import gemm, grouped
+from coat_jax.kernels import gemm, grouped, routing
 from coat_jax.kernels.activation import (
     HAVE_KERNELS,
     Activation,
@@ -32,10 +31,9 @@ from coat_jax.kernels.activation import (
     gradient_bounds,
     require_activation,
 )
-from coat_jax.kernels.cast import Layout
 from coat_jax.kernels.dispatch import Implementation, choose
 from coat_jax.kernels.gemm import Operand
-from coat_jax.kernels.grouped import Groups
+from coat_jax.kernels.routing import Groups
 from coat_jax.numerics.blocks import Blocks
 from coat_jax.numerics.formats import E5M2
 from coat_jax.ops import recording
@@ -47,6 +45,8 @@ from coat_jax.ops.projection import (
     Layers,
     Mode,
     Unrounded,
+    as_operand,
+    gradient_operand,
     mode_of,
     quantize_input,
     recompute_input,
@@ -114,9 +114,9 @@ def grouped_mlp(
     require_activation(activation)
     _require_arrays(x, gate, up, down, experts, weights)
     unaligned = mode.format is None and mode.implementation == "xla"
-    aligned = 1 if unaligned else grouped.ALIGNED
+    aligned = 1 if unaligned else routing.ALIGNED
     _require_choices(experts, gate.shape[0], aligned)
-    groups = grouped.group(experts, gate.shape[0], aligned)
+    groups = routing.group(experts, gate.shape[0], aligned)
     arrays: Any = x, Experts(gate, up, down), weights, groups
     if mode.implementation == "xla":  # JAX maps products of groups over all arrays, or over none
         leaves, tree = jax.tree.flatten(arrays)
@@ -150,10 +150,10 @@ def _require_choices(experts: Array, count: int, aligned: int) -> None:
     tokens, choices = experts.shape
     if choices > count:
         raise UserError(f"each token chooses {choices} experts, and there are {count}.")
-    if grouped.rows_of(tokens * choices, count, aligned) > grouped.MOST_ROWS:
+    if routing.rows_of(tokens * choices, count, aligned) > routing.MOST_ROWS:
         raise UserError(
             f"{tokens} tokens with {choices} experts each are more rows than 32 bits count, "
-            f"{grouped.MOST_ROWS}. Use more microbatches, or more devices."
+            f"{routing.MOST_ROWS}. Use more microbatches, or more devices."
         )
     # Numbers that are computed under jit cannot be checked.
     if isinstance(experts, jax.core.Tracer) or tokens == 0:
@@ -174,16 +174,17 @@ def _forward(
         saved = gemm.operand(x, precision.forward, "straight", mode.implementation, scale=n.scale)
 
     def multiply(n: Input, weight: Array, scale: Array | None, of_tokens: bool) -> Array:
-        left, right = n, _operand(weight, scale, x.dtype, "transposed", mode)
         if isinstance(n, Unrounded):
             left, right = (Operand(a, None, None) for a in (n.values, weight.astype(x.dtype)))
-        assert isinstance(left, Operand)
+        else:
+            assert isinstance(n, Operand)
+            left, right = n, as_operand(weight, x.dtype, mode, "transposed", scale=scale)
         return grouped.product(left, right, *how, of_tokens=of_tokens)
 
     # What follows takes rows [B, S], and B is 1.
     hidden = [multiply(n, weight, scales.first, True)[None] for weight in (w.gate, w.up)]
     of_hidden, a = save_activation(hidden, act, mode)
-    y = grouped.combine(multiply(a, w.down, scales.down, False), groups, weights).astype(x.dtype)
+    y = routing.combine(multiply(a, w.down, scales.down, False), groups, weights).astype(x.dtype)
 
     def record() -> Any:
         layers, down = Layers((w.gate, w.up), (None, None)), Layers((w.down,), (None,))
@@ -208,9 +209,8 @@ def _backward(
     implementation, of_choices = mode.implementation, groups.of_choices(weights.astype(jnp.float32))
     how = groups, dy.dtype, implementation
     bounded = mode.fused_block is not None and mode.precision.backward == E5M2
-    largest = gemm.largest_magnitude(dy)
-    g = _gradient(dy, largest, "straight", mode, lengths=bounded)
-    down = _operand(w.down, scales.down, dy.dtype, "straight", mode, lengths=bounded)
+    g = gradient_operand(dy, mode, "straight", lengths=bounded)
+    down = as_operand(w.down, dy.dtype, mode, scale=scales.down, lengths=bounded)
     # Of each choice as if its weight were one.
     da = grouped.product_transposed([g], [down], *how, of_tokens=True)[None]
     bound = None
@@ -219,14 +219,14 @@ def _backward(
     a, d_hidden, dots = _activation_gradients(hidden, da, of_choices, bound, act, mode)
     d_weights = dots[groups.places].astype(weights.dtype)
 
-    rows, weighted = _transposed(x, dy, groups, of_choices, largest, mode)
+    rows, weighted = _transposed(x, dy, groups, of_choices, mode)
     d_gate, d_up = (
         grouped.outer_product(rows, d, groups, w.gate.dtype, implementation) for d in d_hidden
     )
     d_down = grouped.outer_product(a, weighted, groups, w.down.dtype, implementation)
-    first = [_operand(v, scales.first, dy.dtype, "straight", mode) for v in (w.gate, w.up)]
+    first = [as_operand(v, dy.dtype, mode, scale=scales.first) for v in (w.gate, w.up)]
     dn = grouped.product_transposed(d_hidden, first, *how)
-    dx = grouped.combine(dn, groups).astype(dy.dtype)
+    dx = routing.combine(dn, groups).astype(dy.dtype)
 
     def record() -> Any:
         gradients = *_d_values(hidden, da, of_choices, act, mode), dy
@@ -254,50 +254,23 @@ def _scales(w: Experts, mode: Mode) -> Scales:
     return Scales(*(gemm.tensor_scale(each, mode.format) for each in largest))
 
 
-def _operand(
-    weight: Array,
-    scale: Array | None,
-    dtype: DTypeLike,
-    layout: Layout,
-    mode: Mode,
-    *,
-    lengths: bool = False,
-) -> Operand:
-    if mode.format is None:
-        return Operand(weight.astype(dtype), None, None)
-    how = mode.format, layout, mode.implementation
-    return gemm.operand(weight, *how, scale=scale, lengths=lengths)
-
-
-def _gradient(
-    dy: Array, largest: Array, layout: Layout, mode: Mode, *, lengths: bool = False
-) -> Operand:
-    if mode.format is None:
-        return Operand(dy, None, None)
-    dtype, stream = mode.precision.backward, mode.stream("gradients")
-    scale = gemm.tensor_scale(largest, dtype)
-    how = dtype, layout, mode.implementation
-    return gemm.operand(dy, *how, scale=scale, stream=stream, lengths=lengths)
-
-
 def _transposed(
-    x: Operand, dy: Array, groups: Groups, weights: Array, largest: Array, mode: Mode
+    x: Operand, dy: Array, groups: Groups, weights: Array, mode: Mode
 ) -> tuple[Operand, Operand]:
     """The rows of x, and those of dy times their weights, as operands of outer products."""
     assert x.values is not None
-    scale = None
+    if mode.format is None or mode.implementation == "xla":
+        rows = Operand(groups.of_tokens(x.values), None, x.scale)
+        weighted = groups.of_tokens(dy).astype(jnp.float32) * weights[:, None]
+        if mode.format is None:
+            weighted = weighted.astype(dy.dtype)
+        return rows, gradient_operand(weighted, mode)
     dtype, stream = mode.precision.backward, mode.stream("gradients")
-    if mode.format is not None:
-        scale = gemm.tensor_scale(largest * jnp.max(jnp.abs(weights), initial=0), dtype)
-    if mode.implementation == "triton" and mode.format is not None:
-        of_x = grouped.gather_transposed(x.values, groups)
-        of_dy = grouped.gather_transposed(dy, groups, weights, scale, dtype, stream=stream)
-        return Operand(None, of_x, x.scale), Operand(None, of_dy, scale)
-    rows = Operand(groups.of_tokens(x.values), None, x.scale)
-    weighted = groups.of_tokens(dy).astype(jnp.float32) * weights[:, None]
-    if mode.format is None:
-        return rows, Operand(weighted.astype(dy.dtype), None, None)
-    return rows, gemm.operand(weighted, dtype, scale=scale, stream=stream)
+    largest = gemm.largest_magnitude(dy) * gemm.largest_magnitude(weights)
+    scale = gemm.tensor_scale(largest, dtype)
+    of_x = grouped.gather_transposed(x.values, groups)
+    of_dy = grouped.gather_transposed(dy, groups, weights, scale, dtype, stream=stream)
+    return Operand(None, of_x, x.scale), Operand(None, of_dy, scale)
 
 
 def _d_values(
@@ -352,8 +325,10 @@ def _activation_gradients(
     a = activate([restore(h, jnp.float32, mode.precision.block) for h in saved], act)
     dots = jnp.sum(da.astype(jnp.float32) * a, axis=-1)[0]
     d_values = _d_values(hidden, da, weights, act, mode)
-    largest = jnp.maximum(*map(gemm.largest_magnitude, d_values))
+    shared: Array | None = None
     if mode.format is None:
         d_values = tuple(d.astype(da.dtype) for d in d_values)
-    gradients = [_gradient(d, largest, "both", mode) for d in d_values]
+    else:
+        shared = gemm.tensor_scale(jnp.maximum(*map(gemm.largest_magnitude, d_values)), dtype)
+    gradients = [gradient_operand(d, mode, scale=shared) for d in d_values]
     return recompute_input(a, scale, da.dtype, mode), gradients, dots

@@ -99,12 +99,19 @@ def mode_of(precision: Precision | str, implementation: Implementation | None) -
 
 
 def as_operand(
-    x: Float[Array, "*rows K"], dtype: DTypeLike, mode: Mode, layout: Layout = "straight"
+    x: Float[Array, "*rows K"],
+    dtype: DTypeLike,
+    mode: Mode,
+    layout: Layout = "straight",
+    *,
+    scale: Float[Array, ""] | None = None,
+    lengths: bool = False,
 ) -> Operand:
     """An input or a weight as the operand of a product, in FP8 or in `dtype`."""
     if mode.format is None:
         x = x.astype(dtype)
-    return gemm.operand(x, mode.format, layout, mode.implementation)
+    how = mode.format, layout, mode.implementation
+    return gemm.operand(x, *how, scale=scale, lengths=lengths)
 
 
 def quantize_input(x: Float[Array, "*rows K"], dtype: DTypeLike, mode: Mode) -> Input:
@@ -139,11 +146,18 @@ def recompute_input(
     )
 
 
-def gradient_operand(dy: Float[Array, "*rows N"], mode: Mode) -> Operand:
-    """A gradient as the operand of both products that need it."""
+def gradient_operand(
+    dy: Float[Array, "*rows N"],
+    mode: Mode,
+    layout: Layout = "both",
+    *,
+    scale: Float[Array, ""] | None = None,
+    lengths: bool = False,
+) -> Operand:
+    """A gradient as the operand of both products that need it, or of one."""
     dtype = None if mode.format is None else mode.precision.backward
-    stream = mode.stream("gradients")
-    return gemm.operand(dy, dtype, "both", mode.implementation, stream=stream)
+    how = dtype, layout, mode.implementation
+    return gemm.operand(dy, *how, scale=scale, stream=mode.stream("gradients"), lengths=lengths)
 
 
 def project(
@@ -178,10 +192,7 @@ def input_gradient(
     """The gradient of the shared input. On a GPU each GEMM adds the result of the previous one."""
     dn: Array | None = None
     for weight, scale, g in zip(layers.weights, scales, gradients, strict=True):
-        if scale is None or mode.format is None:
-            w = Operand(weight.astype(dtype), None, None)
-        else:
-            w = gemm.operand(weight, mode.format, "straight", mode.implementation, scale=scale)
+        w = as_operand(weight, dtype, mode, scale=scale)
         share = gemm.product_transposed(g, w, dtype)
         dn = share if dn is None else share + dn  # XLA fuses the sum into the GEMM on its left
     assert dn is not None
@@ -201,10 +212,8 @@ def bounded_input_gradient(
     if scale is None or mode.format is None or not bounds:
         g = gradient_operand(dy, mode)
         return g, input_gradient(layers, (scale,), (g,), dy.dtype, mode), None
-    dtype, how = mode.precision.backward, mode.implementation
-    stream = mode.stream("gradients")
-    g = gemm.operand(dy, dtype, "both", how, stream=stream, lengths=True)
-    w = gemm.operand(layers.weights[0], mode.format, "straight", how, scale=scale, lengths=True)
+    g = gradient_operand(dy, mode, lengths=True)
+    w = as_operand(layers.weights[0], dy.dtype, mode, scale=scale, lengths=True)
     return g, gemm.product_transposed(g, w, dy.dtype), gemm.bound_of_product_transposed(g, w)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import coat_jax as coat
 from coat_jax import E4M3, E5M2, ops
-from coat_jax.kernels import gemm, grouped
+from coat_jax.kernels import gemm, grouped, routing
 from coat_jax.kernels.activation import activate, activate_backward, activation_backward_weighted
 from coat_jax.kernels.gemm import Operand
 from coat_jax.numerics.blocks import from_blocks, to_blocks
@@ -57,9 +57,9 @@ class GroupedLaws:
         x = np.random.default_rng(seed).standard_normal(shape)
         return jnp.asarray(x / shape[-2] ** 0.5, self.dtype)
 
-    def groups(self, route="random", aligned=grouped.ALIGNED):
+    def groups(self, route="random", aligned=routing.ALIGNED):
         chosen = ROUTES[route](np.random.default_rng(0), self.experts, self.tokens)
-        return grouped.group(jnp.asarray(chosen, jnp.int32), self.experts, aligned)
+        return routing.group(jnp.asarray(chosen, jnp.int32), self.experts, aligned)
 
     def weight(self, seed, layout, scale=None):
         """The weight for the reference, and for the kernel."""

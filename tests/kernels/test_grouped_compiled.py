@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import coat_jax as coat
 from coat_jax import ops
-from coat_jax.kernels import grouped
+from coat_jax.kernels import routing
 from experiments.hopper import OPTIONS, hopper_mesh, there
 
 pytestmark = COMPILED
@@ -67,7 +67,7 @@ def test_sums_over_choices_are_not_in_memory(program):
     entry = text[text.index("\nENTRY ") :]
     assert not re.findall(rf"\[{T},{K},{D}\]", entry)
     # What there is of all choices: the results of two products, before they are added up.
-    rows = grouped.rows_of(T * K, E, grouped.ALIGNED)
+    rows = routing.rows_of(T * K, E, routing.ALIGNED)
     assert len(re.findall(rf"= \(?bf16\[{rows},{D}\]", entry)) == 2
 
 

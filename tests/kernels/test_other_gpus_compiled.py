@@ -30,6 +30,10 @@ def layer_loss(x, w, precision):
     x, q, k, v = ops.norm_qkv(x, ops.Norm(w["n"]), (w["q"],) * 3, **heads, **how)
     x = x + ops.attention_linear(q, k, v, w["q"], backend="cudnn", **how)
     y = ops.gated_mlp(x, ops.Norm(w["n"]), w["up"], w["up"], w["down"], **how)
+    if precision == coat.COAT:
+        two = {name: jnp.stack([w[name]] * 2) for name in ("up", "down")}
+        experts, weights = jnp.zeros((128, 1), jnp.int32), jnp.ones((128, 1))
+        y += ops.grouped_mlp(x[0], two["up"], two["up"], two["down"], experts, weights, **how)
     return jnp.sum(y.astype(jnp.float32))
 
 
@@ -73,6 +77,6 @@ def test_every_kernel_compiles(capability, tmp_path, monkeypatch):
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
     launches = [kernel_cache.read(path) for path in (tmp_path / "triton").iterdir()]
-    assert len(launches) > 24
+    assert len(launches) > 34
     for launch in launches:
         assert f".target sm_{capability}".encode() in zlib.decompress(launch)

@@ -13,7 +13,7 @@ from ops_cases import FFN, WIDTH, assert_close, assert_equal, distance, draw, pu
 import coat_jax as coat
 from coat_jax import ops
 from coat_jax.errors import UserError
-from coat_jax.kernels import grouped
+from coat_jax.kernels import routing
 
 T, K, E, D, F = 24, 3, 5, 16, 24
 ROUTES = {
@@ -115,16 +115,16 @@ def test_the_backward_pass_can_round_stochastically():
 
 def test_rows_are_sorted_by_expert_and_then_by_token():
     experts = choose("random")
-    groups = grouped.group(experts, E)
+    groups = routing.group(experts, E)
     choices, starts, sizes = (np.asarray(x) for x in (groups.choices, groups.starts, groups.sizes))
     flat = np.asarray(experts).reshape(-1)
-    assert np.all(starts % grouped.ALIGNED == 0)
+    assert np.all(starts % routing.ALIGNED == 0)
     for e in range(E):
         own = choices[starts[e] : starts[e + 1]]
         (wanted,) = np.nonzero(flat == e)
         np.testing.assert_array_equal(own[: len(wanted)], wanted)
         assert np.all(own[len(wanted) :] == -1)
-        assert sizes[e] - len(wanted) < grouped.ALIGNED
+        assert sizes[e] - len(wanted) < routing.ALIGNED
     np.testing.assert_array_equal(choices[np.asarray(groups.places).reshape(-1)], range(T * K))
 
 
@@ -132,11 +132,11 @@ def test_rows_are_sorted_by_expert_and_then_by_token():
 @pytest.mark.parametrize("choices", [1, 5, 200])
 def test_there_are_rows_for_any_distribution(choices, count):
     """The worst one has one choice too many in each group."""
-    rng, rows = np.random.default_rng(0), grouped.rows_of(choices, count, 16)
+    rng, rows = np.random.default_rng(0), routing.rows_of(choices, count, 16)
     for _ in range(50):
         sizes = np.bincount(rng.integers(0, count, choices), minlength=count)
         assert np.sum(-(-sizes // 16) * 16) <= rows
-    assert grouped.rows_of(choices, count, 1) == choices
+    assert routing.rows_of(choices, count, 1) == choices
 
 
 def test_results_do_not_change_from_run_to_run():
@@ -175,7 +175,7 @@ def test_x_is_saved_once_and_the_pre_activations_in_fp8(name):
     integers = sum(math.prod(shape) for shape, dtype in leaves if dtype == jnp.int32)
     rows = tokens * K
     in_bf16 = 2 * (tokens * width + 2 * rows * ffn)
-    most = grouped.rows_of(rows, count, grouped.ALIGNED)
+    most = routing.rows_of(rows, count, routing.ALIGNED)
     of_hidden = {"bf16": 2 * rows, "fp8_linear": 2 * most}.get(name, most * 17 / 16)
     assert bytes_of == (2 if name == "bf16" else 1) * tokens * width + 2 * of_hidden * ffn
     assert name in ("bf16", "fp8_linear") or bytes_of < 0.55 * in_bf16
@@ -224,6 +224,18 @@ def test_there_may_be_no_tokens():
     y, gradients, _ = pulled(apply(experts), *arguments(experts))
     assert y.shape == (0, D)
     assert not any(np.any(g) for g in gradients)
+
+
+def test_telemetry_has_all_that_is_rounded():
+    experts = choose("random")
+    loss = lambda *args: jnp.sum(apply(experts)(*args))  # noqa: E731
+    found = coat.telemetry.measure(loss, *arguments(experts))
+    weights = {
+        f"{name}/{what}" for name in ("gate", "up", "down") for what in ("weight", "gradient")
+    }
+    names = {"input", "gate/saved", "up/saved", "down/input", *weights}
+    assert found.keys() == {f"grouped_mlp/{name}" for name in names}
+    assert all(statistics.saturated == 0 for statistics in found.values())
 
 
 X, W, DOWN = np.ones((T, D)), np.ones((E, D, F)), np.ones((E, F, D))
