@@ -231,7 +231,7 @@ def _product(
         (_, of_expert), (n, of_n), (k, of_k) = (_stride(w.shape, axes, axis) for axis in "enk")
         height, width, depth, together, warps, stages = _fitting(PRODUCT)
         blocks = (rows + experts * (height - 1)) // height
-        together = min(together, blocks)
+        together = max(1, min(together, blocks))
         strides, depth = (of_expert, of_n, of_k), depth // x.dtype.itemsize
         shape = experts, rows, k, n
         spec = Spec(*shape, *strides, height, width, depth, together, of_tokens, len(lefts))

@@ -45,6 +45,7 @@ class GroupedLaws:
         widths: of x and of the hidden layer; no multiples of a block.
         dtype: of x and the weights.
         exact: how far sums of the same products are apart.
+        alike: how far MLPs are apart, in which such sums may be rounded to neighbouring codes.
     """
 
     tokens = 150, 3
@@ -52,6 +53,7 @@ class GroupedLaws:
     widths = 96, 136
     dtype = "float32"
     exact = 1e-5
+    alike = 1e-3
 
     def draw(self, seed, *shape):
         x = np.random.default_rng(seed).standard_normal(shape)
@@ -163,7 +165,6 @@ class GroupedLaws:
     @pytest.mark.parametrize("name", PRECISIONS)
     @pytest.mark.parametrize("route", ["skewed", "empty experts"])
     def test_the_mlp_and_its_gradients_are_those_of_xla(self, name, route):
-        """But for codes that a slightly different sum rounds to their neighbours."""
         experts = ROUTES[route](np.random.default_rng(0), self.experts, self.tokens)
         width, hidden = self.widths
         x = self.draw(1, self.tokens[0], width) * 3
@@ -180,4 +181,4 @@ class GroupedLaws:
             return y, *pull(dy)
 
         for got, wanted in zip(of("triton"), of("xla"), strict=True):
-            assert off(got, wanted) < 0.03
+            assert off(got, wanted) < self.alike
