@@ -22,7 +22,6 @@ Ways in JAX run in turns; torch in a process before.
 """
 
 import argparse
-import contextlib
 import functools
 import itertools
 import json
@@ -31,6 +30,7 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 
@@ -322,23 +322,12 @@ def tuned(name: str, route: str, small: bool) -> Iterator[Case]:
     for attribute, kind in TUNED:
         (call, operations), runs = found[kind], []
         for schedule in SCHEDULES:
-            with replaced(grouped, attribute, grouped.Plan(*schedule)):
+            with mock.patch.object(grouped, attribute, grouped.Plan(*schedule)):
                 runs.append(run_of(*call))
         times = medians_ms(runs, **BATCHES)
         for ms, schedule in sorted(zip(times, SCHEDULES, strict=True)):
             words = "{} x {} x {}, {} together, {} warps, {} stages".format(*schedule)
             yield {"way": f"{kind}: {words}", "ms": ms, "tflops": operations / ms / 1e9}
-
-
-@contextlib.contextmanager
-def replaced(module: Any, attribute: str, value: Any) -> Iterator[None]:
-    """Inside, a module has another value of this name."""
-    before = getattr(module, attribute)
-    setattr(module, attribute, value)
-    try:
-        yield
-    finally:
-        setattr(module, attribute, before)
 
 
 # --- In torch --------------------------------------------------------------------------------
@@ -353,7 +342,8 @@ def in_torch(name: str, route: str, small: bool) -> Iterator[Case]:
     layer = SMALL if small else LAYERS[name]
     tokens, choices, experts, width, hidden = layer
     how = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
-    x, dy = (torch.randn(tokens, width, **how) for _ in range(2))
+    dy = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(tokens, width, **how)
     gate, up = (torch.randn(experts, width, hidden, **how) for _ in range(2))
     down = torch.randn(experts, hidden, width, **how)
     weights = torch.rand(tokens, choices, **how)
@@ -381,7 +371,9 @@ def in_torch(name: str, route: str, small: bool) -> Iterator[Case]:
 
     with torch.no_grad():
         forward = milliseconds(mlp)
-    both = milliseconds(lambda: mlp().backward(dy))
+    # Not `backward`, which would add each gradient to that of the call before.
+    inputs = x, gate, up, down, weights
+    both = milliseconds(lambda: torch.autograd.grad(mlp(), inputs, dy))
     yield {"way": "torch._grouped_mm, BF16", "forward": forward, "both": both}
 
 
