@@ -240,8 +240,9 @@ def activation_backward(
     size: int,
     dtype: DTypeLike,
     *,
+    weights: Float[Array, "*rows"] | None = None,
     stochastic: bool = False,
-) -> tuple[Array, list[tuple[Array, Array]]]:
+) -> tuple[Array, list[tuple[Array, Array]], Float[Array, "B S"] | None]:
     """act(hidden) / scale as codes [F, B, S]; the gradients likewise, [B, S, F] and [F, B, S].
 
     Args:
@@ -252,45 +253,11 @@ def activation_backward(
         gradient_scales: one for each of `hidden`.
         size: of the blocks.
         dtype: of the gradients' codes; the activation's are in the blocks' format.
+        weights: with which rows are added up, for gate and up; da is then that of rows without
+            their weights. The third result is the weights' gradient, the products of each row of da
+            with that of act(hidden).
         stochastic: rounds gradients and activation like `cast`, each with its own stream.
     """
-    return _backward(hidden, da, None, act, scale, gradient_scales, size, dtype, stochastic)[:2]
-
-
-def activation_backward_weighted(
-    hidden: Sequence[Blocks],
-    da: Float[Array, "*rows F"],
-    weights: Float[Array, "*rows"],
-    act: Activation,
-    scale: Float[Array, ""],
-    gradient_scales: Sequence[Float[Array, ""]],
-    size: int,
-    dtype: DTypeLike,
-    *,
-    stochastic: bool = False,
-) -> tuple[Array, list[tuple[Array, Array]], Float[Array, "B S"]]:
-    """`activation_backward` of gate and up where y is the sum of rows times `weights`.
-
-    Each row of da is that of a row without its weight. The third result is the weights' gradient,
-    the products of each row of da with that of act(hidden).
-    """
-    how = act, scale, gradient_scales, size, dtype, stochastic
-    recomputed, codes, dots = _backward(hidden, da, weights, *how)
-    return recomputed, codes, jnp.sum(dots, axis=-1)
-
-
-def _backward(
-    hidden: Sequence[Blocks],
-    da: Float[Array, "*rows F"],
-    weights: Float[Array, "*rows"] | None,
-    act: Activation,
-    scale: Float[Array, ""],
-    gradient_scales: Sequence[Float[Array, ""]],
-    size: int,
-    dtype: DTypeLike,
-    stochastic: bool,
-) -> tuple[Array, list[tuple[Array, Array]], Array]:
-    """The results of both; the last one only with weights."""
     from coat_jax.kernels.triton.activation import (
         activation_backward_tile,
         activation_backward_ungated_tile,
@@ -327,8 +294,8 @@ def _backward(
         F8=format_of(saved),
         GRADIENT_F8=format_of(dtype),
     )
-    straight, transposed = codes[: 2 * len(hidden) : 2], codes[1 : 2 * len(hidden) : 2]
-    return recomputed, list(zip(straight, transposed, strict=True)), codes[-1]
+    dots = jnp.sum(codes.pop(), axis=-1) if weighted else None
+    return recomputed, list(zip(codes[::2], codes[1::2], strict=True)), dots
 
 
 def _inputs(hidden: Sequence[Blocks], size: int) -> list[tuple[Array | None, str]]:

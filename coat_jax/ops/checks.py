@@ -5,8 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
+from coat_jax.errors import UserError
 from coat_jax.kernels.norm import Norm
 
 
@@ -33,6 +35,16 @@ def require_number(name: str, value: Any) -> None:
         )
     if not math.isfinite(value):
         raise ValueError(f"{name}={value} must be finite.")
+
+
+def require_indices(what: str, numbers: Any, end: int) -> None:
+    """Raises unless all are from 0 to before `end`. Under jit they are not known, nor checked."""
+    if isinstance(numbers, jax.core.Tracer):
+        return
+    known = np.asarray(numbers)
+    for number in (known.min(initial=0), known.max(initial=0)):
+        if not 0 <= number < end:
+            raise UserError(f"{what} is {number}: they are from 0 to {end - 1}.")
 
 
 def require_norm(name: str, columns: int, norm: Norm) -> None:

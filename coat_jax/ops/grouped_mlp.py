@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from coat_jax.errors import UserError
@@ -27,7 +26,7 @@ from coat_jax.kernels.activation import (
     Activation,
     activate,
     activate_backward,
-    activation_backward_weighted,
+    activation_backward,
     gradient_bounds,
     require_activation,
 )
@@ -37,7 +36,7 @@ from coat_jax.kernels.routing import Groups
 from coat_jax.numerics.blocks import Blocks
 from coat_jax.numerics.formats import E5M2
 from coat_jax.ops import recording
-from coat_jax.ops.checks import require_real
+from coat_jax.ops.checks import require_indices, require_real
 from coat_jax.ops.definition import batch_alike, define_op, like_first, restore
 from coat_jax.ops.mlp import SavedActivation, save_activation
 from coat_jax.ops.projection import (
@@ -155,13 +154,7 @@ def _require_choices(experts: Array, count: int, aligned: int) -> None:
             f"{tokens} tokens with {choices} experts each are more rows than 32 bits count, "
             f"{routing.MOST_ROWS}. Use more microbatches, or more devices."
         )
-    # Numbers that are computed under jit cannot be checked.
-    if isinstance(experts, jax.core.Tracer) or tokens == 0:
-        return
-    known = np.asarray(experts)
-    for number in (known.min(initial=0), known.max(initial=0)):
-        if not 0 <= number < count:
-            raise UserError(f"an expert is {number}: they are from 0 to {count - 1}.")
+    require_indices("an expert", experts, count)
 
 
 def _forward(
@@ -310,17 +303,18 @@ def _activation_gradients(
         else:
             magnitudes = gradient_bounds(blocks, bound[None], act)
         of_both = gemm.tensor_scale(jnp.maximum(*magnitudes), dtype)
-        recomputed, codes, dots = activation_backward_weighted(
+        recomputed, codes, dots = activation_backward(
             blocks,
             da,
-            weights[None],
             act,
             scale,
             (of_both, of_both),
             size,
             dtype,
+            weights=weights[None],
             stochastic=mode.precision.stochastic_backward,
         )
+        assert dots is not None
         return Operand(None, recomputed, scale), [Operand(*c, of_both) for c in codes], dots[0]
     a = activate([restore(h, jnp.float32, mode.precision.block) for h in saved], act)
     dots = jnp.sum(da.astype(jnp.float32) * a, axis=-1)[0]

@@ -244,7 +244,7 @@ def activation_gradients(
             magnitudes = gradient_bounds(blocks, da_bound, act)
         scales = [gemm.tensor_scale(m, dtype) for m in magnitudes]
         stochastic = mode.precision.stochastic_backward
-        recomputed, codes = activation_backward(
+        recomputed, codes, _ = activation_backward(
             blocks, da, act, scale, scales, size, dtype, stochastic=stochastic
         )
         gradients = [Operand(*pair, s) for pair, s in zip(codes, scales, strict=True)]

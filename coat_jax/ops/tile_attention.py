@@ -21,7 +21,7 @@ from coat_jax.errors import UserError
 from coat_jax.kernels import tile_attention as kernels
 from coat_jax.kernels.dispatch import Implementation, choose
 from coat_jax.numerics.formats import E4M3
-from coat_jax.ops.checks import require_number, require_real
+from coat_jax.ops.checks import require_indices, require_number, require_real
 from coat_jax.ops.tiles import TileLists, Tiles, visible_pairs
 
 WIDTHS = (64, 128)  # of heads, in the kernels
@@ -126,15 +126,8 @@ def _require_lists(lists: TileLists, level: Any, tiles: Tiles, q: Array) -> None
         raise ValueError(
             f"level {jnp.shape(level)} must have one number for each of {len(q)} samples."
         )
-    # Numbers that are computed under jit cannot be checked.
-    for name, numbers, end in (("list", lists.keys, count), ("level", level, levels)):
-        if isinstance(numbers, jax.core.Tracer):
-            continue
-        known = np.asarray(numbers)
-        for number in (known.min(initial=0), known.max(initial=0)):
-            if not 0 <= number < end:
-                what = "a tile in a list" if name == "list" else "a level"
-                raise UserError(f"{what} is {number}: they are from 0 to {end - 1}.")
+    require_indices("a tile in a list", lists.keys, count)
+    require_indices("a level", level, levels)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -10,7 +10,7 @@ import pytest
 import coat_jax as coat
 from coat_jax import E4M3, E5M2, ops
 from coat_jax.kernels import gemm, grouped, routing
-from coat_jax.kernels.activation import activate, activate_backward, activation_backward_weighted
+from coat_jax.kernels.activation import activate, activate_backward, activation_backward
 from coat_jax.kernels.gemm import Operand
 from coat_jax.numerics.blocks import from_blocks, to_blocks
 
@@ -148,8 +148,8 @@ class GroupedLaws:
         hidden = [to_blocks(self.draw(i, 1, rows, columns), size=16) for i in range(2)]
         da, weights = self.draw(3, 1, rows, columns), self.draw(4, 1, rows)
         scales = jnp.float32(2.0**-10), [jnp.float32(2.0**-17)] * 2
-        recomputed, codes, dots = activation_backward_weighted(
-            hidden, da, weights, "silu", *scales, 16, E5M2
+        recomputed, codes, dots = activation_backward(
+            hidden, da, "silu", *scales, 16, E5M2, weights=weights
         )
         values = [from_blocks(h, size=16) for h in hidden]
         a = activate(values, "silu")

@@ -15,7 +15,6 @@ from coat_jax.kernels.triton.int8 import finite_or_nan, scale_of, to_int8
 from coat_jax.kernels.triton.norm import normalize_row
 
 GROUP = tl.constexpr(128)
-LEAST = tl.constexpr(1.1754943508222875e-38)
 
 
 @triton.jit
@@ -157,8 +156,8 @@ def encode_head(low, high, codes, scale, zero, head, HEADS: tl.constexpr, F8: tl
         zero_point = round_to_bf16(least)
         least = zero_point.to(tl.float32)
         span = tl.maximum(tl.max(low, axis=0), tl.max(high, axis=0)) - least
-        step = tl.where(span / 15.0 < LEAST, LEAST, span / 15.0)
-        rounded = round_to_bf16(tl.where(span <= 0.0, 1.0, step))
+        # BF16 may have rounded the zero point up to the largest number.
+        rounded = round_to_bf16(scale_of(tl.where(span < 0.0, 0.0, span), 15.0))
         step = rounded.to(tl.float32)
         low, high = four_bits((low - least) / step), four_bits((high - least) / step)
         tl.store(codes + head * HALF + h, (low | high << 4).to(tl.uint8))
