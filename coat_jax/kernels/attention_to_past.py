@@ -2,8 +2,8 @@
 
     o = sum_i w_i o_i / sum_i w_i        w_i = 2^log_sums_i
 
-over parts i of the slots, so that few texts and heads occupy a whole GPU, too; the first part also
-has the new token itself. The kernel computes o_i of the parts and the base-2 logarithms of their
+over parts i of the slots, so that few texts and heads occupy a whole GPU, too; the last part is the
+new token itself. The kernel computes o_i of the parts and the base-2 logarithms of their
 sums of exponentials. They are added up afterwards, always in the same order.
 
 The kernel reads the keys and values of all layers: to slice out those of one, XLA would copy them.
@@ -21,9 +21,10 @@ from coat_jax.numerics.cache_formats import StoredHeads, decode_heads
 
 WIDTHS = (64, 128)  # of heads, in the kernel
 LOG2_E = 1.4426950408889634
-# Not tuned: they have not run on a GPU yet.
 BLOCK = 64  # slots of a step
-PROGRAMS = 528  # at least, where there are enough slots: 4 for each SM of an H100
+BLOCK_OF_ONE = 32  # where each KV head has one query head
+LEAST = 128  # slots of a part: adding up many short parts takes as long as they do
+PROGRAMS = 528  # at least, where there are enough slots: 4 for each processor of an H200
 WARPS, STAGES = 4, 3
 
 CODES, SCALE = "!l b k !t !c", "!l b k !t"
@@ -64,6 +65,7 @@ class Spec(NamedTuple):
     width: int  # of a head
     slots: int
     block: int
+    stages: int
     scaled: bool  # whether codes have a scale
     packed: bool  # whether a byte has two codes, and codes have a zero point
     factor: float  # of q k, so that 2^(q k factor) is proportional to probabilities
@@ -77,7 +79,8 @@ def attend_in_parts(
 
     past, layer, first, filled = visible
     slots = past.keys.codes.shape[3]
-    parts = min(-(-PROGRAMS // (q.shape[0] * q.shape[1])), -(-slots // BLOCK))
+    parts = min(-(-PROGRAMS // (q.shape[0] * q.shape[1])), -(-slots // LEAST)) + 1
+    block = BLOCK_OF_ONE if q.shape[2] == 1 else BLOCK
 
     def grid(q: Array, *others: Array) -> dict[str, Any]:
         del others
@@ -85,7 +88,8 @@ def attend_in_parts(
         rows = max(16, 1 << (group - 1).bit_length())
         has = past.keys.scale is not None, past.keys.zero is not None
         spec = Spec(
-            parts, batch * heads, heads, group, rows, width, slots, BLOCK, *has, scale * LOG2_E
+            *(parts, batch * heads, heads, group, rows, width, slots, block, STAGES),
+            *(*has, scale * LOG2_E),
         )
         return {"programs": batch * heads * parts, "warps": WARPS, "stages": STAGES, "SPEC": spec}
 

@@ -30,7 +30,7 @@ from coat_jax.numerics.four_bits import GROUP
 
 WIDEST = 32768  # columns of a row
 
-ROUNDED = [("!m !k", E4M3), ("!m", jnp.float32), (f"!m !k/{GROUP}", jnp.float32)]
+ROUNDED = [("!m !k", E4M3), ("!m", jnp.float32), (f"!k/{GROUP} !m", jnp.float32)]
 
 
 class Row(NamedTuple):

@@ -22,7 +22,7 @@ from coat_jax.numerics import four_bits
 from coat_jax.numerics.four_bits import GROUP
 
 # Not tuned: it has not run on a GPU yet.
-SCHEDULE = Schedule(64, 16, 4, 4)  # channels and, at least, rows of x
+SCHEDULE = Schedule(64, 16, 4, 3)  # channels and, at least, rows of x
 FEW_ROWS = 64
 PROGRAMS = 264  # two for each processor of an H200
 MOST_WEIGHTS = 3  # of a launch
@@ -41,13 +41,13 @@ class Rows(NamedTuple):
 
     codes: Float[Array, "M K"]
     scale: Float[Array, " M"]
-    sums: Float[Array, "M G"]  # of the codes in each group
+    sums: Float[Array, "G M"]  # of the codes in each group, times 8 / 512
 
     @classmethod
     def of(cls, codes: Float[Array, "M K"], scale: Float[Array, " M"]) -> Self:
         """Rows from their codes."""
         groups = codes.reshape(codes.shape[0], -1, GROUP)
-        return cls(codes, scale, jnp.sum(groups.astype(jnp.float32), axis=-1))
+        return cls(codes, scale, jnp.sum(groups.astype(jnp.float32), axis=-1).T / 64)
 
 
 class Product(NamedTuple):
@@ -74,6 +74,7 @@ class Spec(NamedTuple):
     part: int  # inputs of a program
     height: int  # channels of a program
     width: int  # rows of a program
+    together: int  # groups of one step of the loop
     channels: int
     channels_2: int  # of the second weight; 0 without
     channels_3: int
@@ -114,7 +115,9 @@ def products_of_few_rows(x: Rows, weights: Sequence[Weight]) -> list[Product]:
     def grid(shard: Array, *others: Array) -> dict[str, object]:
         # Of a shard; the codes of each weight are followed by scales and zeros.
         own = [codes.shape[0] for codes in others[1::3][: len(weights)]]
-        spec = Spec(rows, shard.shape[1], part, SCHEDULE.rows, width, *own, *[0] * absent)
+        # Two groups are the 128 neighbouring bytes that memory gives at once.
+        together = 2 if width <= 32 else 1  # with more rows, registers would be short
+        spec = Spec(rows, shard.shape[1], part, SCHEDULE.rows, width, together, *own, *[0] * absent)
         blocks = sum(-(-of_weight // SCHEDULE.rows) for of_weight in own)
         return {
             "programs": blocks * -(-shard.shape[1] // part),
@@ -123,7 +126,7 @@ def products_of_few_rows(x: Rows, weights: Sequence[Weight]) -> list[Product]:
             "SPEC": spec,
         }
 
-    arrays: list[tuple[Array | None, str]] = [(x.codes, "!m k"), (x.sums, f"!m k/{GROUP}")]
+    arrays: list[tuple[Array | None, str]] = [(x.codes, "!m k"), (x.sums, f"k/{GROUP} !m")]
     for i, weight in enumerate(weights):
         of_groups = f"n{i} k/{GROUP}"
         arrays += [

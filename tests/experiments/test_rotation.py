@@ -7,7 +7,7 @@ from experiments import rotation
 
 def test_a_program_calls_with_one_operand_after_another():
     operands = [jnp.float32(i) for i in range(3)]
-    program = rotation.repeat(jnp.add, jnp.float32(10), operands, size=int(2e8))
+    program = rotation.repeat(jnp.add, jnp.float32(10), operands, size=int(8e7))
     assert program.calls == 5
     assert program.compiled(*program.arguments) == [10, 11, 12, 10, 11]
 

@@ -1,39 +1,98 @@
 """Attention of one new token to stored keys and values, for a part of the slots.
 
 SPEC is an `attention_to_past.Spec`. Programs of one text and KV head follow each other. A program
-computes for all G query heads of its KV head, in the ROWS rows that a product on tensor cores has.
-Columns are in two halves, because a byte of INT4 has a column of each.
+computes for all G query heads of its KV head: several in the ROWS rows that a product on tensor
+cores has, a single one by itself. Columns are in two halves, because a byte of INT4 has a column of
+each.
 """
 
 import triton
 import triton.language as tl
 
-from coat_jax.kernels.triton.arithmetic import exp2, log2
+from coat_jax.kernels.triton.arithmetic import FAST, exp2, log2
+from coat_jax.kernels.triton.int4 import high_codes
 
 NEVER = tl.constexpr(-1e30)  # a score; minus infinity would make a NaN of infinity minus infinity
 
 
 @triton.jit
-def load_halves(codes, row, there, dtype: tl.constexpr, SPEC: tl.constexpr):
-    """The codes of slots, [slots, H / 2] each, in a dtype that has them all."""
-    HALF: tl.constexpr = SPEC.width // 2
-    h = tl.arange(0, HALF)
-    if SPEC.packed:
-        both = tl.load(codes + row[:, None] * HALF + h[None, :], mask=there[:, None], other=0)
-        low, high = both & 15, both >> 4
+def attend_to_past(
+    q, keys, key_scale, key_zero, values, value_scale, value_zero, own_keys, own_key_scale,
+    own_key_zero, own_values, own_value_scale, own_value_zero, layer, first, filled, out, log_sums,
+    SPEC: tl.constexpr,
+):  # fmt: skip
+    """o of the visible slots in a part, in FP32, and the base-2 logarithm of the sum below it."""
+    program = tl.program_id(0)
+    part, text_and_head = program % SPEC.parts, program // SPEC.parts
+    STORED: tl.constexpr = SPEC.width // 2 if SPEC.packed else SPEC.width
+    if part == SPEC.parts - 1:  # the new token, as a past of one slot
+        at = text_and_head.to(tl.int64)
+        keys, values = own_keys + at * STORED, own_values + at * STORED
+        key_scale, value_scale = own_key_scale + at, own_value_scale + at
+        key_zero, value_zero = own_key_zero + at, own_value_zero + at
+        begin, end = 0, 1
+        first_block, last_block = 0, 1
     else:
-        where = row[:, None] * SPEC.width + h[None, :]
-        low = tl.load(codes + where, mask=there[:, None], other=0.0)
-        high = tl.load(codes + where + HALF, mask=there[:, None], other=0.0)
-    return low.to(dtype), high.to(dtype)
+        # A layer's cache may have more than 2^31 elements.
+        at = (tl.load(layer) * SPEC.samples + text_and_head).to(tl.int64) * SPEC.slots
+        keys, values = keys + at * STORED, values + at * STORED
+        key_scale, value_scale = key_scale + at, value_scale + at
+        key_zero, value_zero = key_zero + at, value_zero + at
+        begin, end = tl.load(first + text_and_head // SPEC.heads), tl.load(filled)
+        # The blocks that have visible slots are divided among the parts.
+        first_block, last_block = begin // SPEC.block, tl.cdiv(end, SPEC.block)
+        share = tl.cdiv(tl.maximum(last_block - first_block, 0), SPEC.parts - 1)
+        first_block += part * share
+        last_block = tl.minimum(first_block + share, last_block)
+    stored = keys, key_scale, key_zero, values, value_scale, value_zero
+    if SPEC.group == 1:
+        attend_with_one(
+            q, stored, begin, end, first_block, last_block, text_and_head, out, log_sums, SPEC
+        )
+    else:
+        attend_with_several(
+            q, stored, begin, end, first_block, last_block, text_and_head, part, out, log_sums, SPEC
+        )
+
+
+# --- Several query heads ---------------------------------------------------------------------
 
 
 @triton.jit
-def attend_to_block(
-    state, q_low, q_high, q_sum, keys, key_scale, key_zero, values, value_scale, value_zero, slot,
-    there, SPEC: tl.constexpr,
+def attend_with_several(
+    q, stored, begin, end, first_block, last_block, text_and_head, part, out, log_sums,
+    SPEC: tl.constexpr,
 ):  # fmt: skip
+    ROWS: tl.constexpr = SPEC.rows
+    HALF: tl.constexpr = SPEC.width // 2
+    g, h = tl.arange(0, ROWS), tl.arange(0, HALF)
+    used = (g < SPEC.group)[:, None]
+    where = (text_and_head * SPEC.group + g)[:, None] * SPEC.width + h[None, :]
+    q_low = tl.load(q + where, mask=used, other=0.0)
+    q_high = tl.load(q + where + HALF, mask=used, other=0.0)
+    q_sum = tl.sum(q_low.to(tl.float32), axis=1) + tl.sum(q_high.to(tl.float32), axis=1)
+    zeros = tl.zeros([ROWS], tl.float32)
+    o = tl.zeros([ROWS, HALF], tl.float32)
+    state = tl.full([ROWS], NEVER, tl.float32), zeros, zeros, o, o
+    for block in range(first_block, last_block):
+        slot = block * SPEC.block + tl.arange(0, SPEC.block)
+        there = (slot >= begin) & (slot < end)
+        state = attend_to_block(state, q_low, q_high, q_sum, stored, slot, there, SPEC)
+    largest, total, zeros, o_low, o_high = state
+    seen = total > 0
+    per_total = 1.0 / tl.where(seen, total, 1.0)
+    row = (text_and_head * SPEC.parts + part) * SPEC.group + g
+    where = row[:, None] * SPEC.width + h[None, :]
+    tl.store(out + where, (o_low + zeros[:, None]) * per_total[:, None], mask=used)
+    tl.store(out + where + HALF, (o_high + zeros[:, None]) * per_total[:, None], mask=used)
+    sums = tl.where(seen, largest + log2(total), NEVER)
+    tl.store(log_sums + row, sums, mask=g < SPEC.group)
+
+
+@triton.jit
+def attend_to_block(state, q_low, q_high, q_sum, stored, slot, there, SPEC: tl.constexpr):
     """The state of a softmax after a block of slots: maxima, sums, sums of zeros, halves of o."""
+    keys, key_scale, key_zero, values, value_scale, value_zero = stored
     largest, total, zeros, o_low, o_high = state
     dtype: tl.constexpr = q_low.dtype
     low, high = load_halves(keys, slot, there, dtype, SPEC)
@@ -62,59 +121,153 @@ def attend_to_block(
 
 
 @triton.jit
-def attend_to_past(
-    q, keys, key_scale, key_zero, values, value_scale, value_zero, own_keys, own_key_scale,
-    own_key_zero, own_values, own_value_scale, own_value_zero, layer, first, filled, out, log_sums,
+def load_halves(codes, row, there, dtype: tl.constexpr, SPEC: tl.constexpr):
+    """The codes of slots, [slots, H / 2] each, in a dtype that has them all."""
+    HALF: tl.constexpr = SPEC.width // 2
+    h = tl.arange(0, HALF)
+    if SPEC.packed:
+        both = tl.load(codes + row[:, None] * HALF + h[None, :], mask=there[:, None], other=0)
+        low, high = both & 15, both >> 4
+    else:
+        where = row[:, None] * SPEC.width + h[None, :]
+        low = tl.load(codes + where, mask=there[:, None], other=0.0)
+        high = tl.load(codes + where + HALF, mask=there[:, None], other=0.0)
+    return low.to(dtype), high.to(dtype)
+
+
+# --- One query head --------------------------------------------------------------------------
+
+
+@triton.jit
+def attend_with_one(
+    q, stored, begin, end, first_block, last_block, text_and_head, out, log_sums,
     SPEC: tl.constexpr,
 ):  # fmt: skip
-    """o of the visible slots in a part, in FP32, and the base-2 logarithm of the sum below it.
-
-    The first part also has the new token itself.
-    """
-    program = tl.program_id(0)
-    part, text_and_head = program % SPEC.parts, program // SPEC.parts
-    ROWS: tl.constexpr = SPEC.rows
+    """Each slot of half a block has a softmax of its own: the loop adds nothing up over slots."""
     HALF: tl.constexpr = SPEC.width // 2
     STORED: tl.constexpr = HALF if SPEC.packed else SPEC.width
-    g, h = tl.arange(0, ROWS), tl.arange(0, HALF)
-    used = (g < SPEC.group)[:, None]
-    row_of_q = text_and_head * SPEC.group + g
-    where = row_of_q[:, None] * SPEC.width + h[None, :]
-    q_low = tl.load(q + where, mask=used, other=0.0)
-    q_high = tl.load(q + where + HALF, mask=used, other=0.0)
-    q_sum = tl.sum(q_low.to(tl.float32), axis=1) + tl.sum(q_high.to(tl.float32), axis=1)
-    # A layer's cache may have more than 2^31 elements.
-    start = (tl.load(layer) * SPEC.samples + text_and_head).to(tl.int64) * SPEC.slots
-    begin, end = tl.load(first + text_and_head // SPEC.heads), tl.load(filled)
-    # The blocks that have visible slots are divided among the parts.
-    first_block = begin // SPEC.block
-    blocks = tl.cdiv(end, SPEC.block)
-    share = tl.cdiv(tl.maximum(blocks - first_block, 0), SPEC.parts)
-    first_block += part * share
+    ROWS: tl.constexpr = SPEC.block // 2
+    h = tl.arange(0, STORED)
+    of_q = q + text_and_head * SPEC.width + h
+    q_low = tl.load(of_q).to(tl.float32)
+    q_high = tl.load(of_q + SPEC.width - STORED).to(tl.float32)
+    q_sum = tl.sum(q_low + q_high, axis=0)
     zeros = tl.zeros([ROWS], tl.float32)
-    o = tl.zeros([ROWS, HALF], tl.float32)
+    o = tl.zeros([ROWS, STORED], tl.float32)
     state = tl.full([ROWS], NEVER, tl.float32), zeros, zeros, o, o
-    in_block = tl.arange(0, SPEC.block)
-    for block in range(first_block, tl.minimum(first_block + share, blocks)):
-        slot = block * SPEC.block + in_block
-        state = attend_to_block(
-            state, q_low, q_high, q_sum, keys + start * STORED, key_scale + start, key_zero + start,
-            values + start * STORED, value_scale + start, value_zero + start, slot,
-            (slot >= begin) & (slot < end), SPEC,
-        )  # fmt: skip
-    if part == 0:
-        own = text_and_head * STORED
-        state = attend_to_block(
-            state, q_low, q_high, q_sum, own_keys + own, own_key_scale + text_and_head,
-            own_key_zero + text_and_head, own_values + own, own_value_scale + text_and_head,
-            own_value_zero + text_and_head, in_block, in_block == 0, SPEC,
-        )  # fmt: skip
+    # Scales are too short for Triton to load early, so they come one block before their codes.
+    slot = first_block * SPEC.block + tl.arange(0, ROWS)
+    numbers = numbers_of_slots(stored, slot, begin, end, SPEC)
+    numbers_2 = numbers_of_slots(stored, slot + ROWS, begin, end, SPEC)
+    for block in tl.range(first_block, last_block, num_stages=SPEC.stages):
+        slot = block * SPEC.block + tl.arange(0, ROWS)
+        later = numbers_of_slots(stored, slot + SPEC.block, begin, end, SPEC)
+        later_2 = numbers_of_slots(stored, slot + SPEC.block + ROWS, begin, end, SPEC)
+        x, v = score(q_low, q_high, q_sum, stored, slot, begin, end, numbers, SPEC)
+        x_2, v_2 = score(q_low, q_high, q_sum, stored, slot + ROWS, begin, end, numbers_2, SPEC)
+        state = attend_to_two(state, x, v, numbers, x_2, v_2, numbers_2, SPEC)
+        numbers, numbers_2 = later, later_2
     largest, total, zeros, o_low, o_high = state
+    top = tl.max(largest, axis=0)
+    weight = exp2(largest - top)
+    total = tl.sum(total * weight, axis=0)
+    zero = tl.sum(zeros * weight, axis=0)
     seen = total > 0
     per_total = 1.0 / tl.where(seen, total, 1.0)
-    row = (text_and_head * SPEC.parts + part) * SPEC.group + g
-    where = row[:, None] * SPEC.width + h[None, :]
-    tl.store(out + where, (o_low + zeros[:, None]) * per_total[:, None], mask=used)
-    tl.store(out + where + HALF, (o_high + zeros[:, None]) * per_total[:, None], mask=used)
-    sums = tl.where(seen, largest + log2(total), NEVER)
-    tl.store(log_sums + row, sums, mask=g < SPEC.group)
+    where = out + tl.program_id(0) * SPEC.width + h
+    tl.store(where, (tl.sum(o_low * weight[:, None], axis=0) + zero) * per_total)
+    if SPEC.packed:
+        tl.store(where + HALF, (tl.sum(o_high * weight[:, None], axis=0) + zero) * per_total)
+    tl.store(log_sums + tl.program_id(0), tl.where(seen, top + log2(total), NEVER))
+
+
+@triton.jit
+def attend_to_two(state, x, v, numbers, x_2, v_2, numbers_2, SPEC: tl.constexpr):
+    """The states of softmaxes after two slots of each: see `attend_to_block`."""
+    largest, total, zeros, o_low, o_high = state
+    larger = tl.maximum(largest, tl.maximum(x, x_2))
+    shrink = exp2(largest - larger)
+    p = tl.where(x > NEVER, exp2(x - larger), 0.0)
+    p_2 = tl.where(x_2 > NEVER, exp2(x_2 - larger), 0.0)
+    total = total * shrink + p + p_2
+    if SPEC.packed:
+        zeros = zeros * shrink + p * numbers[3].to(tl.float32) + p_2 * numbers_2[3].to(tl.float32)
+    if SPEC.scaled:
+        p *= numbers[1].to(tl.float32)
+        p_2 *= numbers_2[1].to(tl.float32)
+    o_low *= shrink[:, None]
+    o_low += p[:, None] * low_numbers(v) + p_2[:, None] * low_numbers(v_2)
+    if SPEC.packed:
+        o_high *= shrink[:, None]
+        o_high += p[:, None] * high_numbers(v) + p_2[:, None] * high_numbers(v_2)
+    return larger, total, zeros, o_low, o_high
+
+
+@triton.jit
+def numbers_of_slots(stored, slot, begin, end, SPEC: tl.constexpr):
+    """The scales of keys and values, and their zeros, as far as the format has them."""
+    _, key_scale, key_zero, _, value_scale, value_zero = stored
+    there = (slot >= begin) & (slot < end)
+    if SPEC.packed:
+        key_zeros = tl.load(key_zero + slot, mask=there, other=0.0)
+        value_zeros = tl.load(value_zero + slot, mask=there, other=0.0)
+    else:
+        key_zeros, value_zeros = slot, slot
+    if SPEC.scaled:
+        key_scales = tl.load(key_scale + slot, mask=there, other=0.0)
+        value_scales = tl.load(value_scale + slot, mask=there, other=0.0)
+    else:
+        key_scales, value_scales = slot, slot
+    return key_scales, value_scales, key_zeros, value_zeros
+
+
+@triton.jit
+def score(q_low, q_high, q_sum, stored, slot, begin, end, numbers, SPEC: tl.constexpr):
+    """Scores of slots, and the codes of their values."""
+    keys, _, _, values, _, _ = stored
+    STORED: tl.constexpr = SPEC.width // 2 if SPEC.packed else SPEC.width
+    NOTHING: tl.constexpr = 0 if SPEC.packed else 0.0
+    there = (slot >= begin) & (slot < end)
+    where = slot[:, None] * STORED + tl.arange(0, STORED)[None, :]
+    k = tl.load(keys + where, mask=there[:, None], other=NOTHING)
+    v = tl.load(values + where, mask=there[:, None], other=NOTHING)
+    x = low_numbers(k) * q_low[None, :]
+    if SPEC.packed:
+        x += high_numbers(k) * q_high[None, :]
+    x = tl.sum(x, axis=1)
+    if SPEC.scaled:
+        x *= numbers[0].to(tl.float32)
+    if SPEC.packed:
+        x += q_sum * numbers[2].to(tl.float32)
+    return tl.where(there, x * SPEC.factor, NEVER), v
+
+
+@triton.jit
+def low_numbers(codes):
+    """Codes in FP32, or the low ones of two in a byte."""
+    if codes.dtype == tl.int8:
+        return less(codes.to(tl.uint8, bitcast=True) ^ 128, 128.0)
+    if codes.dtype == tl.uint8:
+        return less(codes & 15, 0.0)
+    return codes.to(tl.float32)
+
+
+@triton.jit
+def high_numbers(codes):
+    """The high codes of two in a byte, in FP32."""
+    return less(high_codes(codes), 0.0)
+
+
+@triton.jit
+def less(b, offset):
+    """b - offset for bytes, in FP32.
+
+    A byte b is the last one of 2^23 + b, which takes two instructions; Triton's conversion three.
+    """
+    if FAST:
+        return tl.inline_asm_elementwise(
+            """prmt.b32 $0, $4, 0x4B000000, 0x7440; prmt.b32 $1, $4, 0x4B000000, 0x7441;
+            prmt.b32 $2, $4, 0x4B000000, 0x7442; prmt.b32 $3, $4, 0x4B000000, 0x7443;""",
+            "=f,=f,=f,=f,r", [b], dtype=tl.float32, is_pure=True, pack=4,
+        ) - (8388608.0 + offset)  # fmt: skip
+    return b.to(tl.float32) - offset

@@ -53,18 +53,19 @@ def combine_and_round_row(
     there = n < HEADS.heads
     kv_head = tl.program_id(0) * HEADS.kv_heads + n // GROUPED
     first = kv_head * HEADS.parts * GROUPED + n % GROUPED
-    largest = tl.full([ROUNDED], -1e30, tl.float32)
-    for part in range(HEADS.parts):
-        log_sum = tl.load(log_sums + first + part * GROUPED, mask=there, other=-1e30)
-        largest = tl.maximum(largest, log_sum)
-    total = tl.zeros([ROUNDED], tl.float32)
+    PARTS: tl.constexpr = triton.next_power_of_2(HEADS.parts)
+    part = tl.arange(0, PARTS)[:, None]
+    of_all = log_sums + first[None, :] + part * GROUPED
+    all_sums = tl.load(of_all, mask=(part < HEADS.parts) & there[None, :], other=-1e30)
+    largest = tl.max(all_sums, axis=0)
+    total = tl.sum(exp2(all_sums - largest[None, :]), axis=0)
     weighted = tl.zeros([ROUNDED, WIDTH], tl.float32)
-    for part in range(HEADS.parts):
+    # With several loads under way: there are too few rows to hide one behind another.
+    for part in tl.range(HEADS.parts, num_stages=4):
         head = first + part * GROUPED
         weight = exp2(tl.load(log_sums + head, mask=there, other=-1e30) - largest)
         where = o + head[:, None] * WIDTH + h[None, :]
         weighted += weight[:, None] * tl.load(where, mask=there[:, None], other=0.0)
-        total += weight
     v = tl.reshape(weighted / total[:, None], [COLUMNS])
     round_row(v, codes, row_scale, sums, ROW, F8)
 
@@ -96,7 +97,7 @@ def round_row(v, codes, row_scale, sums, ROW: tl.constexpr, F8: tl.constexpr):
     group = tl.arange(0, GROUPS)
     of_group = tl.sum(tl.reshape(through_fp8(v, dtype), [GROUPS, GROUP]), axis=1)
     used: tl.constexpr = ROW.columns // GROUP
-    tl.store(sums + row * used + group, of_group, mask=group < used)
+    tl.store(sums + group * ROW.rows + row, of_group / 64, mask=group < used)
 
 
 @triton.jit
