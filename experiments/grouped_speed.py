@@ -194,7 +194,7 @@ def ways() -> dict[str, Callable[..., Any]]:
             a = jax.nn.silu(ragged_dot(rows, gate, groups.sizes))
             a *= ragged_dot(rows, up, groups.sizes)
             y = ragged_dot(a, down, groups.sizes)
-            return routing.combine(y, groups, weights).astype(x.dtype)
+            return routing.combine(y, groups, x.dtype, "xla", weights)
 
         return mlp
 
@@ -300,6 +300,9 @@ def kernels(layer: Layer, route: str) -> dict[str, tuple[tuple[Any, ...], int]]:
     def outer(columns: Any, d: Any, groups: Any) -> Any:
         return grouped.outer_product(columns, d, groups, bf16, how)
 
+    def combine(y: Any, groups: Any, weights: Any) -> Any:
+        return routing.combine(y, groups, bf16, how, weights)
+
     found: dict[str, tuple[tuple[Any, ...], int]] = {
         "product, gate": ((product, n, turned[0], groups), one),
         "product, down": ((down_product, a, turned[1], groups), one),
@@ -307,7 +310,7 @@ def kernels(layer: Layer, route: str) -> dict[str, tuple[tuple[Any, ...], int]]:
         "product, gradient of x": ((of_hidden, d, *straight[:2], groups), 2 * one),
         "outer product": ((outer, columns, d, groups), one),
         "sort": ((functools.partial(routing.group, count=layer.experts), experts), 0),
-        "sum of choices": ((routing.combine, y, groups, weights), 0),
+        "sum of choices": ((combine, y, groups, weights), 0),
     }
     if how == "triton":
         found["codes of x as columns"] = (grouped.gather_transposed, n.values, groups), 0

@@ -48,9 +48,8 @@ class Plan(NamedTuple):
     stages: int
 
 
-# Not tuned: they have not run on a GPU yet.
 PRODUCT = Plan(128, 256, 128, 8, 8, 3)
-OUTER = Plan(128, 256, 128, 8, 8, 3)
+OUTER = Plan(128, 256, 128, 8, 8, 4)
 LITTLE_MEMORY = Plan(128, 128, 128, 8, 8, 2)  # for GPUs whose processors share less than 100 KB
 GATHER = Tile(128, 64, 4)
 

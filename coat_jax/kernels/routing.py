@@ -8,13 +8,21 @@ along the rows: a load of 16 codes must be aligned. The rows in between are empt
 many rows there are at most is known beforehand, how many an expert has only at run time.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int32
 
+from coat_jax.kernels.dispatch import Implementation
+from coat_jax.kernels.launch import Tile, divide
+from coat_jax.kernels.sharding import launch_sharded
+
 ALIGNED = 16
+BLOCK = 256  # choices that are compared with each other
 MOST_ROWS = 2**31 - 1
+COMBINE = Tile(4, 512, 4)  # of tokens
 
 
 class Groups(NamedTuple):
@@ -64,29 +72,50 @@ def group(experts: Int[Array, "T k"], count: int, aligned: int = ALIGNED) -> Gro
         aligned: a group begins at a multiple of as many rows.
     """
     chosen = experts.reshape(-1).astype(jnp.int32)
-    order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
-    numbers = jnp.arange(count + 1, dtype=jnp.int32)
-    # One fusion of XLA; a binary search is a loop of launches.
-    before = jnp.sum(chosen < numbers[:, None], axis=1, dtype=jnp.int32)
-    sizes = -(-jnp.diff(before) // aligned) * aligned
+    # Counted, block by block, which takes a fifth of the time of a sort.
+    blocks = jnp.pad(chosen, (0, -chosen.size % BLOCK), constant_values=count).reshape(-1, BLOCK)
+    number = jnp.arange(BLOCK, dtype=jnp.int32)
+    alike = (blocks[:, :, None] == blocks[:, None, :]) & (number[:, None] > number)
+    in_block = jnp.sum(alike, axis=2, dtype=jnp.int32)
+    counts = jnp.sum(blocks[:, :, None] == jnp.arange(count), axis=1, dtype=jnp.int32)
+    until = jnp.cumsum(counts, axis=0, dtype=jnp.int32)
+    sizes = -(-jnp.sum(counts, axis=0, dtype=jnp.int32) // aligned) * aligned
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(sizes, dtype=jnp.int32)])
-    rows = jnp.arange(chosen.size, dtype=jnp.int32) + (starts - before)[chosen[order]]
+    before = starts[:-1] + until - counts
+    rows = jnp.take_along_axis(before, blocks, axis=1, mode="clip") + in_block
+    places = rows.reshape(-1)[: chosen.size]
     empty = jnp.full(rows_of(chosen.size, count, aligned), -1, jnp.int32)
-    choices = empty.at[rows].set(order, unique_indices=True)
-    places = jnp.zeros_like(rows).at[order].set(rows, unique_indices=True)
+    choices = empty.at[places].set(jnp.arange(chosen.size), unique_indices=True)
     return Groups(choices, places.reshape(experts.shape), starts)
 
 
 def combine(
-    rows: Float[Array, "R D"], groups: Groups, weights: Float[Array, "T k"] | None = None
+    rows: Float[Array, "R D"],
+    groups: Groups,
+    dtype: DTypeLike,
+    implementation: Implementation,
+    weights: Float[Array, "T k"] | None = None,
 ) -> Float[Array, "T D"]:
-    """The sum over each token's rows, weighted if there are weights; in FP32."""
-    total = jnp.zeros((len(groups.places), rows.shape[1]), jnp.float32)
-    # A sum over an axis of rows[places] would have this array, of all choices, in memory.
-    for j in range(groups.places.shape[1]):
-        share = rows[groups.places[:, j]].astype(jnp.float32)
-        total += share if weights is None else share * weights[:, j, None].astype(jnp.float32)
-    return total
+    """The sum over each token's rows, in FP32, weighted if there are weights; then in `dtype`."""
+    tokens, choices = groups.places.shape
+    wide = None if weights is None else weights.astype(jnp.float32)
+    if implementation == "xla":
+        total = jnp.zeros((tokens, rows.shape[1]), jnp.float32)
+        # A sum over an axis of rows[places] would have this array, of all choices, in memory.
+        for j in range(choices):
+            share = rows[groups.places[:, j]].astype(jnp.float32)
+            total += share if wide is None else share * wide[:, j, None]
+        return total.astype(dtype)
+    from coat_jax.kernels.triton.routing import combine_tile
+
+    def grid(rows: Array, *others: Array) -> dict[str, Any]:
+        del others
+        return divide(jax.ShapeDtypeStruct((tokens, rows.shape[1]), dtype), tile=COMBINE)
+
+    inputs = [(rows, "!r d"), (groups.places, "!t !k"), (wide, "!t !k")]
+    how = {"CHOICES": choices, "WEIGHTED": weights is not None}
+    (out,) = launch_sharded(combine_tile, inputs, [("!t d", dtype)], grid, **how)
+    return out
 
 
 def _at(x: Array, rows: Int32[Array, " R"]) -> Array:

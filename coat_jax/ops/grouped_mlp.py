@@ -177,7 +177,7 @@ def _forward(
     # What follows takes rows [B, S], and B is 1.
     hidden = [multiply(n, weight, scales.first, True)[None] for weight in (w.gate, w.up)]
     of_hidden, a = save_activation(hidden, act, mode)
-    y = routing.combine(multiply(a, w.down, scales.down, False), groups, weights).astype(x.dtype)
+    y = routing.combine(multiply(a, w.down, scales.down, False), *how, weights)
 
     def record() -> Any:
         layers, down = Layers((w.gate, w.up), (None, None)), Layers((w.down,), (None,))
@@ -219,7 +219,7 @@ def _backward(
     d_down = grouped.outer_product(a, weighted, groups, w.down.dtype, implementation)
     first = [as_operand(v, dy.dtype, mode, scale=scales.first) for v in (w.gate, w.up)]
     dn = grouped.product_transposed(d_hidden, first, *how)
-    dx = routing.combine(dn, groups).astype(dy.dtype)
+    dx = routing.combine(dn, *how)
 
     def record() -> Any:
         gradients = *_d_values(hidden, da, of_choices, act, mode), dy

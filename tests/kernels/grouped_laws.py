@@ -105,6 +105,17 @@ class GroupedLaws:
         )
         assert off(got, wanted) < max(self.exact, 1e-3)
 
+    @pytest.mark.parametrize("weighted", [True, False])
+    def test_the_rows_of_each_token_are_added(self, weighted):
+        groups = self.groups("skewed")
+        rows = self.draw(1, len(groups.choices), self.widths[0])
+        weights = self.draw(2, *self.tokens) if weighted else None
+        got, wanted = (
+            routing.combine(rows, groups, self.dtype, how, weights) for how in ("triton", "xla")
+        )
+        assert got.dtype == wanted.dtype
+        assert off(got, wanted) < self.exact
+
     def test_two_products_are_added(self):
         groups, columns = self.groups("skewed"), self.widths[1]
         dy = [self.gradient(seed, columns, groups) for seed in (1, 2)]
