@@ -113,8 +113,8 @@ def combine(
         return divide(jax.ShapeDtypeStruct((tokens, rows.shape[1]), dtype), tile=COMBINE)
 
     inputs = [(rows, "!r d"), (groups.places, "!t !k"), (wide, "!t !k")]
-    how = {"CHOICES": choices, "WEIGHTED": weights is not None}
-    (out,) = launch_sharded(combine_tile, inputs, [("!t d", dtype)], grid, **how)
+    outputs, weighted = [("!t d", dtype)], wide is not None
+    (out,) = launch_sharded(combine_tile, inputs, outputs, grid, CHOICES=choices, WEIGHTED=weighted)
     return out
 
 

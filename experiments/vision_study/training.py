@@ -28,12 +28,12 @@ from experiments.row_files import Row
 from experiments.study.study import Job, Stopped
 from experiments.study.worker import say
 from experiments.vision_study.arms import ARMS, SIZES, Arm, Settings, Size
-from experiments.vision_study.icons import SPLITS, Scene, Split, draw, scene_of
+from experiments.vision_study.icons import KINDS, SPLITS, Scene, Split, draw, scene_of
 
 HELD_OUT: tuple[Split, ...] = SPLITS[1:]
 TEMPLATE = "{role}: {content}{end}"
-TOGETHER = 256  # questions at a time
-MOST_TOKENS = {"read": 160}  # of an answer; 24 of another kind
+LONG, SHORT = KINDS[:1], KINDS[1:]  # kinds of questions, by their answers
+MOST_TOKENS = {SHORT: 24, LONG: 160}  # of an answer
 REPORT_EVERY = 25  # steps
 DRAWING = 3  # processes; threads would take turns with the one that trains
 
@@ -120,22 +120,19 @@ def row_of(config: TrainConfig, scene: Scene) -> vl.Batch:
 def right_answers(config: TrainConfig, model: Any, scenes: Sequence[Scene]) -> dict[str, str]:
     """For each kind of question a 1 for each scene that is answered exactly, else a 0."""
     head = Bytes().encode("user: ") + [config.model.image_token] * config.model.features
-    found = {}
-    for kind in scenes[0].questions:
-        right = ""
-        for first in range(0, len(scenes), TOGETHER):
-            some = scenes[first : first + TOGETHER]
-            asked = [Bytes().encode(scene.questions[kind][0]) for scene in some]
-            prompts = [[*head, *one, 0, *Bytes().encode("assistant: ")] for one in asked]
-            answers = generation.generate(
-                model,
-                prompts,
-                max_tokens=MOST_TOKENS.get(kind, 24),
-                sampling=generation.Sampling(temperature=0),
-                stops=[0],
-                images=[[draw(scene)] for scene in some],
-            )
-            wanted = (Bytes().encode(scene.questions[kind][1]) for scene in some)
-            right += "".join(str(int(a == w)) for a, w in zip(answers, wanted, strict=True))
-        found[kind] = right
+    pictures, found = [[draw(scene)] for scene in scenes], {}
+    for kinds in (SHORT, LONG):  # together, as each number of prompts is a program to compile
+        pairs = [scene.questions[kind] for kind in kinds for scene in scenes]
+        asked = [Bytes().encode(question) for question, _ in pairs]
+        answers = generation.generate(
+            model,
+            [[*head, *one, 0, *Bytes().encode("assistant: ")] for one in asked],
+            max_tokens=MOST_TOKENS[kinds],
+            sampling=generation.Sampling(temperature=0),
+            stops=[0],
+            images=pictures * len(kinds),
+        )
+        wanted = [Bytes().encode(answer) for _, answer in pairs]
+        right = "".join(str(int(a == w)) for a, w in zip(answers, wanted, strict=True))
+        found |= {kind: right[i * len(scenes) :][: len(scenes)] for i, kind in enumerate(kinds)}
     return found
