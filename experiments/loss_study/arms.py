@@ -113,6 +113,16 @@ SIZES: dict[str, Size] = {
         Settings(400, 64, 1024, 1, 5e-4, held_out=1024),
         tokens_per_second=0.9e6,
     ),
+    # 40 million of 190 million parameters for each token.
+    "experts": Size(
+        models.Config(
+            vocab=16384, width=512, layers=10, heads=8, kv_heads=8, head_dim=64, ffn=352,
+            context=1024, tied=True, scan=False,
+            experts=models.Experts(count=32, chosen=4, aux_loss=0.01, z_loss=1e-3),
+        ),
+        Settings(400, 64, 1024, 1, 5e-4, held_out=1024),
+        tokens_per_second=0.4e6,
+    ),
     "124M": Size(
         models.Config(
             vocab=50304, width=768, layers=12, heads=12, kv_heads=12, head_dim=64, ffn=2048,

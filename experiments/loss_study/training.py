@@ -39,6 +39,7 @@ from experiments.loss_study.arm import (
     precisions_of,
     train_config,
 )
+from experiments.loss_study.routes import routes_of
 from experiments.loss_study.rows import held_out_batches, placed_rows, row_order
 from experiments.loss_study.saved import saving
 from experiments.row_files import Row
@@ -90,10 +91,15 @@ class Trained(NamedTuple):
         }
 
     def held_out(self) -> dict[str, list[float]]:
-        """The held-out loss of each batch, under each precision of the forward pass."""
+        """The held-out loss of each batch, under each precision of the forward pass.
+
+        With experts also what `routes_of` finds.
+        """
         told = self.told
         batches = held_out_batches(told.text, self.config.model.vocab, told.settings, self.mesh)
-        return held_out(self.state.params, self.config, self.mesh, batches)
+        measured = self.state.params, self.config, self.mesh, batches
+        routes = {} if self.config.model.experts is None else routes_of(*measured)
+        return held_out(*measured) | routes
 
 
 def told_by(job: Job) -> Told:

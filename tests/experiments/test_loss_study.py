@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 import coat_jax as coat
+from coat_jax import models
 from coat_jax.errors import UserError
+from coat_jax.training.cluster.mesh import make_mesh
+from coat_jax.training.config import MeshConfig
 from experiments.loss_study import arms, training
 from experiments.loss_study import text as texts
 from experiments.loss_study.arm import precisions_of
@@ -25,6 +28,7 @@ from experiments.loss_study.conditions import (
     of_today,
     version_of,
 )
+from experiments.loss_study.routes import routes_of
 from experiments.loss_study.rows import placed_rows, row_order
 from experiments.loss_study.show import show
 from experiments.loss_study.study import STUDY, prepare, rows_of
@@ -158,6 +162,23 @@ def test_held_out_losses_are_named_by_their_precision(monkeypatch: pytest.Monkey
     config = training.train_config(arms.ARMS["coat_lean"], size, size.settings, 0)
     found: Any = training.held_out({}, config, None, [])
     assert found == {"own": [coat.COAT_LEAN], "bf16": [coat.BF16], "coat": [coat.COAT_PAPER]}
+
+
+def test_choices_of_experts_are_compared_with_those_in_bf16():
+    size = arms.SIZES["tiny"]
+    model = dataclasses.replace(size.model, experts=models.Experts(count=8, chosen=2))
+    size = dataclasses.replace(size, model=model)
+    mesh, found = make_mesh(MeshConfig(), jax.devices()[:1]), {}
+    tokens = np.random.default_rng(0).integers(0, 256, 5 * 64).astype(np.uint16)
+    for name in ("bf16", "coat_rounded_forward"):
+        config = training.train_config(arms.ARMS[name], size, size.settings, 0)
+        with jax.set_mesh(mesh):
+            params = training.prepare(config, mesh).new_state().params
+            batch = placed_rows(tokens, np.arange(4, dtype=np.int32), 64, 1, mesh)
+            found[name] = routes_of(params, config, mesh, [batch])
+    assert found["bf16"]["changed_choices"] == [0]
+    assert 0 < found["coat_rounded_forward"]["changed_choices"][0] < 0.2
+    assert 1 < found["bf16"]["largest_load"][0] < 4
 
 
 @pytest.mark.costly
