@@ -52,8 +52,11 @@ def compile_for(mesh: jax.sharding.Mesh, function: Callable, *args: Any, **jit: 
 def compile_step(
     config: TrainConfig, sizes: tuple[int, int, int]
 ) -> tuple[Any, accounting.DeviceMemory, State]:
-    """The trainer's step on a mesh of `sizes`, what it takes of each GPU, the state's shapes."""
-    mesh = hopper_mesh(sizes, NAMES)
+    """The trainer's step on a mesh of `sizes`, what it takes of each GPU, the state's shapes.
+
+    The sizes are those of data, fsdp and tensor.
+    """
+    mesh = hopper_mesh((*sizes[:2], 1, sizes[2]), NAMES)
     prepared = prepare(config, mesh)
     program = prepared.lower().compile(compiler_options=OPTIONS)
     memory = accounting.account(

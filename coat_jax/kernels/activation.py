@@ -249,13 +249,14 @@ def activation_backward(
         hidden: the saved blocks.
         da: the gradient of act(hidden).
         act: the activation.
-        scale: of act(hidden), as in the forward pass.
+        scale: of act(hidden), as in the forward pass; of act(hidden) times the weights, if there
+            are any.
         gradient_scales: one for each of `hidden`.
         size: of the blocks.
         dtype: of the gradients' codes; the activation's are in the blocks' format.
         weights: with which rows are added up, for gate and up; da is then that of rows without
-            their weights. The third result is the weights' gradient, the products of each row of da
-            with that of act(hidden).
+            their weights, and the first result is times the weights. The third is the weights'
+            gradient, the products of each row of da with that of act(hidden).
         stochastic: rounds gradients and activation like `cast`, each with its own stream.
     """
     from coat_jax.kernels.triton.activation import (

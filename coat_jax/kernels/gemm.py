@@ -107,8 +107,15 @@ def largest_magnitude(x: Float[Array, "..."]) -> Float[Array, ""]:
     return jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
 
 
-def tensor_scale(amax: Float[Array, ""], dtype: DTypeLike) -> Float[Array, ""]:
-    """The scale of an operand whose largest magnitude is `amax`."""
+def tensor_scale(
+    amax: Float[Array, ""], dtype: DTypeLike, axes: tuple[str, ...] = ()
+) -> Float[Array, ""]:
+    """The scale of an operand whose largest magnitude is `amax`.
+
+    Inside `jax.shard_map` this is the largest on any device along `axes`.
+    """
+    if axes:
+        amax = lax.pmax(amax, axes)
     scale = power_of_two(jnp.minimum(fitting_exponent(amax, dtype), 253))
     return jnp.where(jnp.isfinite(amax), scale, jnp.nan)
 

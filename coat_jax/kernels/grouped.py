@@ -31,8 +31,6 @@ from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.launch import Tile, divide
 from coat_jax.kernels.routing import Groups
 from coat_jax.kernels.sharding import launch_sharded
-from coat_jax.numerics.formats import format_of
-from coat_jax.numerics.noise import NoiseStream, element_numbers
 
 PART = 4096  # rows
 
@@ -155,51 +153,18 @@ def outer_product(
     return out
 
 
-def gather_transposed(
-    x: Float[Array, "T D"],
-    groups: Groups,
-    factors: Float[Array, " R"] | None = None,
-    scale: Float[Array, ""] | None = None,
-    dtype: DTypeLike | None = None,
-    *,
-    stream: NoiseStream | None = None,
-) -> Float[Array, "D R"]:
-    """The rows of tokens, transposed: codes as they are, or numbers times factors, rounded.
-
-    Args:
-        x: codes; or numbers, with the next three arguments.
-        groups: of the rows.
-        factors: of each row.
-        scale: of the result.
-        dtype: of the result.
-        stream: random bits, to round stochastically; without them, rounds to nearest.
-    """
+def gather_transposed(x: Float[Array, "T D"], groups: Groups) -> Float[Array, "D R"]:
+    """The rows of tokens, transposed: FP8 codes, zero in empty rows."""
     from coat_jax.kernels.triton.grouped import gather_transposed_tile
 
-    rounds, (_, width), rows = dtype is not None, x.shape, groups.choices.shape[0]
-    dtype = x.dtype if dtype is None else dtype
-    runs, lanes = (None, None) if stream is None else element_numbers((rows, width), stream)
+    rows = groups.choices.shape[0]
 
     def grid(x: Array, *others: Array) -> dict[str, Any]:
         del others
         return divide(jax.ShapeDtypeStruct((rows, x.shape[1]), x.dtype), tile=GATHER)
 
-    (out,) = launch_sharded(
-        gather_transposed_tile,
-        [
-            (x, "!t d"),
-            (groups.tokens, "!r"),
-            (factors, "!r"),
-            (scale, ""),
-            (runs, "!r"),
-            (lanes, "d"),
-        ],
-        [("d !r", dtype)],
-        grid,
-        ROUND=rounds,
-        STOCHASTIC=stream is not None,
-        F8=format_of(dtype),
-    )
+    inputs = [(x, "!t d"), (groups.tokens, "!r")]
+    (out,) = launch_sharded(gather_transposed_tile, inputs, [("d !r", x.dtype)], grid)
     return out
 
 

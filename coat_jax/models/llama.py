@@ -252,6 +252,7 @@ def _layer(config: Config, key: Array) -> nn.TransformerBlock:
             scores=config.experts.scores,
             normalized=config.experts.normalized,
             has_bias=config.experts.bias_rate > 0,
+            batch_axes=config.batch_axes,
             **shared,
         )
     if before:

@@ -40,7 +40,8 @@ class SelectionBias(nnx.Variable):
 class ExpertMLP(nnx.Module):
     """x + sum over the chosen e of weight_e (act(n gate_e) * (n up_e)) down_e, where n = norm(x).
 
-    Experts are sharded along the mesh's axis `tensor`, and each of them along `fsdp`.
+    Each expert is sharded along the mesh's axes `fsdp`, `tensor` and `expert`. See
+    `coat.ops.ExpertAxes` for how devices divide the work.
 
     Args:
         width: columns of the input and of the output.
@@ -48,6 +49,7 @@ class ExpertMLP(nnx.Module):
         count: how many experts there are.
         has_bias: whether there is a bias.
         axes: the mesh axes over which the parameters are sharded.
+        batch_axes: those over which the first axis of x is.
         param_dtype: their dtype.
         rngs: where their random numbers come from.
 
@@ -80,6 +82,7 @@ class ExpertMLP(nnx.Module):
         residual: bool = True,
         precision: Precision | str = COAT,
         axes: MeshAxes = UNSHARDED,
+        batch_axes: tuple[str, ...] = (),
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
@@ -87,10 +90,12 @@ class ExpertMLP(nnx.Module):
         self.norm = nnx.data(norm)
         self.router = weight(rngs, (width, count), (axes.fsdp,), dtype=param_dtype)
         draw = partial(weight, rngs, init=OF_EACH, dtype=param_dtype)
-        self.gate = draw((count, width, hidden), (axes.tensor, axes.fsdp))
-        self.up = draw((count, width, hidden), (axes.tensor, axes.fsdp))
-        self.down = draw((count, hidden, width), (axes.tensor, None, axes.fsdp))
+        columns = axes.hidden_of_experts or None
+        self.gate = draw((count, width, hidden), (None, axes.fsdp, columns))
+        self.up = draw((count, width, hidden), (None, axes.fsdp, columns))
+        self.down = draw((count, hidden, width), (None, columns, axes.fsdp))
         self.bias = nnx.data(SelectionBias(jnp.zeros(count, jnp.float32)) if has_bias else None)
+        self.axes = ops.ExpertAxes(batch_axes, axes.hidden_of_experts)
         self.chosen = chosen
         self.scores: Scores = scores
         self.normalized = normalized
@@ -134,6 +139,7 @@ class ExpertMLP(nnx.Module):
             weights.reshape(-1, self.chosen),
             activation=self.activation,
             precision=self.precision,
+            axes=self.axes,
         ).reshape(x.shape)
         counted = None if segments is None else segments != 0
         load = ops.expert_load(experts, logits.shape[-1], counted)

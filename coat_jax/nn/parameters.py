@@ -29,10 +29,13 @@ class MeshAxes:
     Attributes:
         fsdp: the axis that shards the model's width, or None.
         tensor: the axis that shards hidden widths and heads, or None.
+        expert: the axis that shards the hidden width of each expert, and otherwise nothing but the
+            batch; or None.
     """
 
     fsdp: str | None = None
     tensor: str | None = None
+    expert: str | None = None
 
     def __post_init__(self) -> None:
         require_fields(self)
@@ -47,6 +50,11 @@ class MeshAxes:
         """The axes of a weight from a hidden width to the model's."""
         return (self.tensor, self.fsdp)
 
+    @property
+    def hidden_of_experts(self) -> tuple[str, ...]:
+        """The axes that shard the hidden width of each expert."""
+        return tuple(axis for axis in (self.expert, self.tensor) if axis is not None)
+
 
 UNSHARDED = MeshAxes()
 
@@ -54,7 +62,7 @@ UNSHARDED = MeshAxes()
 def weight(
     rngs: nnx.Rngs,
     shape: tuple[int, ...],
-    sharding: tuple[str | None, ...] = (),
+    sharding: tuple[Any, ...] = (),
     *,
     init: Initializer = LECUN,
     dtype: DTypeLike = jnp.float32,
@@ -74,7 +82,7 @@ def vector(
     return nnx.Param(jnp.full((size,), fill, dtype), **metadata(sharding))
 
 
-def metadata(sharding: tuple[str | None, ...] | None) -> dict[str, Any]:
+def metadata(sharding: tuple[Any, ...] | None) -> dict[str, Any]:
     """The metadata of a variable that is sharded over these mesh axes."""
     return {"out_sharding": sharding} if sharding and any(sharding) else {}
 

@@ -4,7 +4,7 @@
     gated_mlp, mlp                   the MLP, from its norm to the residual sum; see ACTIVATIONS
     router_logits, route             the router of a mixture of experts; its load and penalties are
                                      expert_load, balance_loss and router_z_loss
-    grouped_mlp                      the MLPs of experts, each for the tokens that chose it
+    grouped_mlp, ExpertAxes          the MLPs of experts, each for the tokens that chose it
     norm_qkv                         from the residual stream to queries, keys and values
     attention, attention_linear      attention, alone or with its output projection
     attention_to_past                attention of one new token, for generation
@@ -31,6 +31,7 @@ from coat_jax.ops.attention_to_past import attention_to_past
 from coat_jax.ops.cross_entropy import cross_entropy, cross_entropy_sum
 from coat_jax.ops.dot_general import DotGeneral, Einsum
 from coat_jax.ops.embedding import embedding
+from coat_jax.ops.expert_axes import ExpertAxes
 from coat_jax.ops.frozen import Frozen, adapted_linear, freeze
 from coat_jax.ops.grouped_mlp import grouped_mlp
 from coat_jax.ops.linear import linear, norm_linear
@@ -55,6 +56,7 @@ __all__ = [
     "ACTIVATIONS",
     "DotGeneral",
     "Einsum",
+    "ExpertAxes",
     "Frozen",
     "Llama3Scaling",
     "Norm",

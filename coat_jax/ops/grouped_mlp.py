@@ -12,15 +12,17 @@ similar size, and scales per row have been found to change nothing. So a weight 
 kernel, and the products with gate and up are added in one sum.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from coat_jax.errors import UserError
-from coat_jax.kernels import gemm, grouped, routing
+from coat_jax.kernels import gemm, grouped, int8, routing
 from coat_jax.kernels.activation import (
     HAVE_KERNELS,
     Activation,
@@ -34,10 +36,12 @@ from coat_jax.kernels.dispatch import Implementation, choose
 from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.routing import Groups
 from coat_jax.numerics.blocks import Blocks
-from coat_jax.numerics.formats import E5M2
+from coat_jax.numerics.formats import E5M2, format_of
+from coat_jax.numerics.mesh_axes import shards
 from coat_jax.ops import recording
 from coat_jax.ops.checks import require_indices, require_real
 from coat_jax.ops.definition import batch_alike, define_op, like_first, restore
+from coat_jax.ops.expert_axes import UNSHARDED, ExpertAxes
 from coat_jax.ops.mlp import SavedActivation, save_activation
 from coat_jax.ops.projection import (
     Input,
@@ -51,6 +55,8 @@ from coat_jax.ops.projection import (
     recompute_input,
 )
 from coat_jax.precision import COAT, Precision, precision_of
+
+COLUMNS = 16  # of FP8 codes, which kernels load together
 
 
 class Experts(NamedTuple):
@@ -78,13 +84,13 @@ def grouped_mlp(
     *,
     activation: Activation = "silu",
     precision: Precision | str = COAT,
+    axes: ExpertAxes = UNSHARDED,
     implementation: Implementation | None = None,
 ) -> Float[Array, "T D"]:
     """The sum over j of weights[t, j] (act(x[t] gate_e) * (x[t] up_e)) down_e, e = experts[t, j].
 
     Args:
-        x: tokens. On a mesh, call it within `jax.shard_map`, each device with tokens of its own:
-            otherwise every device computes all of them.
+        x: tokens.
         gate: weights of the gate, for each expert.
         up: weights of the branch that the gate multiplies.
         down: weights back to the width of x.
@@ -92,6 +98,8 @@ def grouped_mlp(
         weights: of each choice, which need not sum to one.
         activation: of the gate.
         precision: see `coat.Precision`.
+        axes: how the mesh that is set divides tokens and experts. Over axes that are not among
+            them, every device computes the same.
         implementation: "xla", "triton", or None to choose by the device.
 
     Example:
@@ -112,16 +120,21 @@ def grouped_mlp(
         )
     require_activation(activation)
     _require_arrays(x, gate, up, down, experts, weights)
-    unaligned = mode.format is None and mode.implementation == "xla"
-    aligned = 1 if unaligned else routing.ALIGNED
-    _require_choices(experts, gate.shape[0], aligned)
-    groups = routing.group(experts, gate.shape[0], aligned)
-    arrays: Any = x, Experts(gate, up, down), weights, groups
+    axes = axes.on_mesh()
+    _require_columns(gate.shape[-1], axes.hidden, mode)
+    tokens = len(experts) // shards(axes.rows, jax.sharding.get_abstract_mesh())
+    _require_choices(experts, tokens, gate.shape[0], _alignment(mode))
+    arrays: Any = x, Experts(gate, up, down), experts, weights
     if mode.implementation == "xla":  # JAX maps products of groups over all arrays, or over none
         leaves, tree = jax.tree.flatten(arrays)
         arrays = jax.tree.unflatten(tree, batch_alike(*leaves))
-    y: Array = _apply(mode, (activation,), *arrays)
+    y: Array = _apply(mode, (activation, axes), *arrays)
     return y
+
+
+def _alignment(mode: Mode) -> int:
+    """Of the groups of rows."""
+    return 1 if mode.format is None and mode.implementation == "xla" else routing.ALIGNED
 
 
 def _require_arrays(
@@ -145,8 +158,19 @@ def _require_arrays(
         )
 
 
-def _require_choices(experts: Array, count: int, aligned: int) -> None:
-    tokens, choices = experts.shape
+def _require_columns(hidden: int, axes: tuple[str, ...], mode: Mode) -> None:
+    devices = shards(axes, jax.sharding.get_abstract_mesh())
+    together = math.lcm(mode.precision.block or 1, 1 if mode.format is None else COLUMNS)
+    if devices > 1 and hidden % (devices * together):
+        raise UserError(
+            f"{hidden=} cannot be divided among the {devices} devices along "
+            f"{' and '.join(map(repr, axes))} of the mesh in blocks of {together}: use fewer "
+            f"devices there, or a multiple of {devices * together}."
+        )
+
+
+def _require_choices(experts: Array, tokens: int, count: int, aligned: int) -> None:
+    choices = experts.shape[1]
     if choices > count:
         raise UserError(f"each token chooses {choices} experts, and there are {count}.")
     if routing.rows_of(tokens * choices, count, aligned) > routing.MOST_ROWS:
@@ -158,26 +182,50 @@ def _require_choices(experts: Array, count: int, aligned: int) -> None:
 
 
 def _forward(
-    mode: Mode, act: Activation, x: Array, w: Experts, weights: Array, groups: Groups
+    mode: Mode,
+    act: Activation,
+    axes: ExpertAxes,
+    x: Array,
+    w: Experts,
+    experts: Array,
+    weights: Array,
 ) -> Any:
-    how, precision = (groups, x.dtype, mode.implementation), mode.precision
+    # Rounded before they are gathered, with scales of all devices.
     scales, n = _scales(w, mode), quantize_input(x, x.dtype, mode)
     saved = n
     if isinstance(n, Unrounded):  # the backward pass takes FP8
-        saved = gemm.operand(x, precision.forward, "straight", mode.implementation, scale=n.scale)
+        saved = gemm.operand(
+            x, mode.precision.forward, "straight", mode.implementation, scale=n.scale
+        )
 
-    def multiply(n: Input, weight: Array, scale: Array | None, of_tokens: bool) -> Array:
+    def unscaled(n: Input) -> Operand:
+        assert not isinstance(n, int8.RowCodes)
+        return Operand(n.values, None, None) if isinstance(n, Unrounded) else n
+
+    def right(weight: Array, scale: Array | None) -> Operand:
         if isinstance(n, Unrounded):
-            left, right = (Operand(a, None, None) for a in (n.values, weight.astype(x.dtype)))
-        else:
-            assert isinstance(n, Operand)
-            left, right = n, as_operand(weight, x.dtype, mode, "transposed", scale=scale)
-        return grouped.product(left, right, *how, of_tokens=of_tokens)
+            return Operand(weight.astype(x.dtype), None, None)
+        return as_operand(weight, x.dtype, mode, "transposed", scale=scale)
 
-    # What follows takes rows [B, S], and B is 1.
-    hidden = [multiply(n, weight, scales.first, True)[None] for weight in (w.gate, w.up)]
-    of_hidden, a = save_activation(hidden, act, mode)
-    y = routing.combine(multiply(a, w.down, scales.down, False), *how, weights)
+    def run(
+        n: Operand, first: Sequence[Operand], down: Operand, experts: Array, weights: Array
+    ) -> Any:
+        n, experts, weights = axes.gather((n, experts, weights))
+        groups = routing.group(experts, w.gate.shape[0], _alignment(mode))
+        how = groups, x.dtype, mode.implementation
+        # What follows takes rows [B, S], and B is 1.
+        hidden = [grouped.product(n, each, *how, of_tokens=True)[None] for each in first]
+        of_hidden, a = save_activation(hidden, act, mode, axes=axes.all)
+        y = routing.combine(grouped.product(unscaled(a), down, *how), *how, weights)
+        return axes.reduce(y), of_hidden, hidden, groups
+
+    of_tokens, of_hidden = axes.spec("t"), axes.spec("brf")
+    of_first, of_down = [axes.operand("edf")] * 2, axes.operand("efd")
+    inputs = axes.operand("td"), of_first, of_down, of_tokens, of_tokens
+    outputs = of_tokens, SavedActivation(of_hidden, axes.spec("")), of_hidden, axes.spec("r")
+    first = [right(weight, scales.first) for weight in (w.gate, w.up)]
+    arrays = unscaled(n), first, right(w.down, scales.down), experts, weights
+    y, of_hidden, hidden, groups = axes.shard(run, inputs, outputs)(*arrays)
 
     def record() -> Any:
         layers, down = Layers((w.gate, w.up), (None, None)), Layers((w.down,), (None,))
@@ -191,6 +239,7 @@ def _forward(
 def _backward(
     mode: Mode,
     act: Activation,
+    axes: ExpertAxes,
     x: Operand,
     hidden: SavedActivation,
     w: Experts,
@@ -199,33 +248,68 @@ def _backward(
     groups: Groups,
     dy: Array,
 ) -> Any:
-    implementation, of_choices = mode.implementation, groups.of_choices(weights.astype(jnp.float32))
-    how = groups, dy.dtype, implementation
     bounded = mode.fused_block is not None and mode.precision.backward == E5M2
     g = gradient_operand(dy, mode, "straight", lengths=bounded)
     down = as_operand(w.down, dy.dtype, mode, scale=scales.down, lengths=bounded)
-    # Of each choice as if its weight were one.
-    da = grouped.product_transposed([g], [down], *how, of_tokens=True)[None]
-    bound = None
-    if bounded:
-        bound = groups.of_tokens(gemm.bound_of_product_transposed(g, down)) * jnp.abs(of_choices)
-    a, d_hidden, dots = _activation_gradients(hidden, da, of_choices, bound, act, mode)
-    d_weights = dots[groups.places].astype(weights.dtype)
-
-    rows, weighted = _transposed(x, dy, groups, of_choices, mode)
-    d_gate, d_up = (
-        grouped.outer_product(rows, d, groups, w.gate.dtype, implementation) for d in d_hidden
-    )
-    d_down = grouped.outer_product(a, weighted, groups, w.down.dtype, implementation)
     first = [as_operand(v, dy.dtype, mode, scale=scales.first) for v in (w.gate, w.up)]
-    dn = grouped.product_transposed(d_hidden, first, *how)
-    dx = routing.combine(dn, *how)
+    bound = gemm.bound_of_product_transposed(g, down) if bounded else None
+    g, down = (each._replace(lengths=None) for each in (g, down))
+    weighted_scale = None
+    if mode.format is not None and hidden.scale is not None:
+        largest = format_of(mode.format).max * hidden.scale * gemm.largest_magnitude(weights)
+        weighted_scale = gemm.tensor_scale(largest, mode.format)
+
+    def run(
+        x: Operand,
+        g: Operand,
+        bound: Array | None,
+        weights: Array,
+        first: Sequence[Operand],
+        down: Operand,
+        hidden: SavedActivation,
+        weighted_scale: Array | None,
+        groups: Groups,
+    ) -> Any:
+        x, g, bound, weights = axes.gather((x, g, bound, weights))
+        how = groups, dy.dtype, mode.implementation
+        of_choices = groups.of_choices(weights.astype(jnp.float32))
+        # Of each choice as if its weight were one.
+        da = grouped.product_transposed([g], [down], *how, of_tokens=True)[None]
+        if bound is not None:
+            bound = groups.of_tokens(bound) * jnp.abs(of_choices)
+        a, d_hidden, dots = _activation_gradients(
+            hidden, weighted_scale, da, of_choices, bound, act, mode, axes.all
+        )
+        # Weights multiply the activation and not dy, whose codes then serve this product, too.
+        pairs = [(_in_rows(x, groups, mode), d) for d in d_hidden]
+        pairs.append((a, _in_rows(g, groups, mode)))
+        d_experts = (
+            grouped.outer_product(*pair, groups, weight.dtype, mode.implementation)
+            for pair, weight in zip(pairs, w, strict=True)
+        )
+        dx = routing.combine(grouped.product_transposed(d_hidden, first, *how), *how)
+        d_weights = axes.reduce(dots[groups.places]).astype(weights.dtype)
+        gradients = axes.reduce(dx), lax.psum(Experts(*d_experts), axes.rows), d_weights
+        return gradients, da, of_choices, d_hidden[0].scale
+
+    of_tokens, of_rows, of_hidden = map(axes.spec, ("t", "r", "brf"))
+    of_first, of_down = axes.spec("edf"), axes.spec("efd")
+    of_x, whole = axes.operand("td"), axes.spec("")
+    of_weights = [axes.operand("edf")] * 2, axes.operand("efd")
+    of_saved = SavedActivation(of_hidden, whole), whole, of_rows
+    inputs = of_x, of_x, of_tokens, of_tokens, *of_weights, *of_saved
+    of_gradients = of_tokens, Experts(of_first, of_first, of_down), of_tokens
+    run = axes.shard(run, inputs, (of_gradients, of_hidden, of_rows, whole))
+    (dx, d_experts, d_weights), da, of_choices, of_both = run(
+        x, g, bound, weights, first, down, hidden, weighted_scale, groups
+    )
 
     def record() -> Any:
         gradients = *_d_values(hidden, da, of_choices, act, mode), dy
-        return recording.gradients(gradients, (*d_hidden, g), mode)
+        of_gradients = Operand(None, None, of_both)
+        return recording.gradients(gradients, (of_gradients, of_gradients, g), mode)
 
-    return (dx, Experts(d_gate, d_up, d_down), d_weights, None), record
+    return (dx, d_experts, None, d_weights), record
 
 
 _apply = define_op(
@@ -235,7 +319,7 @@ _apply = define_op(
     blocks=("gate/saved", "up/saved"),
     operands=("input", "down/input"),
     weights=("gate", "up", "down"),
-    specs=lambda act, x, *rest: like_first(x),
+    specs=lambda act, axes, x, *rest: like_first(x),
 )
 
 
@@ -247,23 +331,12 @@ def _scales(w: Experts, mode: Mode) -> Scales:
     return Scales(*(gemm.tensor_scale(each, mode.format) for each in largest))
 
 
-def _transposed(
-    x: Operand, dy: Array, groups: Groups, weights: Array, mode: Mode
-) -> tuple[Operand, Operand]:
-    """The rows of x, and those of dy times their weights, as operands of outer products."""
+def _in_rows(x: Operand, groups: Groups, mode: Mode) -> Operand:
+    """An operand of tokens as that of an outer product, in the order of rows."""
     assert x.values is not None
     if mode.format is None or mode.implementation == "xla":
-        rows = Operand(groups.of_tokens(x.values), None, x.scale)
-        weighted = groups.of_tokens(dy).astype(jnp.float32) * weights[:, None]
-        if mode.format is None:
-            weighted = weighted.astype(dy.dtype)
-        return rows, gradient_operand(weighted, mode)
-    dtype, stream = mode.precision.backward, mode.stream("gradients")
-    largest = gemm.largest_magnitude(dy) * gemm.largest_magnitude(weights)
-    scale = gemm.tensor_scale(largest, dtype)
-    of_x = grouped.gather_transposed(x.values, groups)
-    of_dy = grouped.gather_transposed(dy, groups, weights, scale, dtype, stream=stream)
-    return Operand(None, of_x, x.scale), Operand(None, of_dy, scale)
+        return Operand(groups.of_tokens(x.values), None, x.scale)
+    return Operand(None, grouped.gather_transposed(x.values, groups), x.scale)
 
 
 def _d_values(
@@ -276,38 +349,41 @@ def _d_values(
 
 def _activation_gradients(
     hidden: SavedActivation,
+    weighted_scale: Float[Array, ""] | None,
     da: Float[Array, "1 R F"],
     weights: Float[Array, " R"],
     bound: Float[Array, " R"] | None,
     act: Activation,
     mode: Mode,
+    axes: tuple[str, ...],
 ) -> tuple[Operand, Sequence[Operand], Float[Array, " R"]]:
-    """The recomputed activation, the gradients of its inputs, and those of the weights.
+    """The activation times the weights, the gradients of its inputs, and those of the weights.
 
     Args:
         hidden: from `save_activation`.
+        weighted_scale: of the activation times the weights.
         da: the gradient of the activation for a weight of one.
         weights: of each row.
         bound: an upper bound of the magnitudes in each row of da times its weight, if one is known.
         act: the activation.
         mode: how to compute.
+        axes: see `gemm.tensor_scale`.
     """
-    saved, scale = hidden
     size = mode.fused_block if act in HAVE_KERNELS else None
     dtype = mode.precision.backward
-    if size is not None and scale is not None:
-        blocks = [h for h in saved if isinstance(h, Blocks)]
+    if size is not None and weighted_scale is not None:
+        blocks = [h for h in hidden.hidden if isinstance(h, Blocks)]
         if bound is None:
             d_values = _d_values(hidden, da, weights, act, mode)
             magnitudes = tuple(map(gemm.largest_magnitude, d_values))
         else:
             magnitudes = gradient_bounds(blocks, bound[None], act)
-        of_both = gemm.tensor_scale(jnp.maximum(*magnitudes), dtype)
-        recomputed, codes, dots = activation_backward(
+        of_both = gemm.tensor_scale(jnp.maximum(*magnitudes), dtype, axes)
+        columns, codes, dots = activation_backward(
             blocks,
             da,
             act,
-            scale,
+            weighted_scale,
             (of_both, of_both),
             size,
             dtype,
@@ -315,14 +391,17 @@ def _activation_gradients(
             stochastic=mode.precision.stochastic_backward,
         )
         assert dots is not None
-        return Operand(None, recomputed, scale), [Operand(*c, of_both) for c in codes], dots[0]
-    a = activate([restore(h, jnp.float32, mode.precision.block) for h in saved], act)
+        gradients = [Operand(*pair, of_both) for pair in codes]
+        return Operand(None, columns, weighted_scale), gradients, dots[0]
+    a = activate([restore(h, jnp.float32, mode.precision.block) for h in hidden.hidden], act)
     dots = jnp.sum(da.astype(jnp.float32) * a, axis=-1)[0]
     d_values = _d_values(hidden, da, weights, act, mode)
     shared: Array | None = None
     if mode.format is None:
         d_values = tuple(d.astype(da.dtype) for d in d_values)
     else:
-        shared = gemm.tensor_scale(jnp.maximum(*map(gemm.largest_magnitude, d_values)), dtype)
+        largest = jnp.maximum(*map(gemm.largest_magnitude, d_values))
+        shared = gemm.tensor_scale(largest, dtype, axes)
     gradients = [gradient_operand(d, mode, scale=shared) for d in d_values]
-    return recompute_input(a, scale, da.dtype, mode), gradients, dots
+    weighted = recompute_input(a * weights[:, None], weighted_scale, da.dtype, mode)
+    return weighted, gradients, dots

@@ -161,6 +161,7 @@ def save_activation(
     mode: Mode,
     *,
     unscaled: Products = (),
+    axes: tuple[str, ...] = (),
 ) -> tuple[SavedActivation, Input]:
     """Returns what is saved of `hidden`, and its activation a as the input of a product.
 
@@ -170,6 +171,7 @@ def save_activation(
         mode: how to compute.
         unscaled: the products that `hidden` comes from, if it has no biases: a kernel then scales
             INT8 products itself, which saves a pass over them.
+        axes: see `gemm.tensor_scale`.
     """
     precision, dtype = mode.precision, hidden[0].dtype
     size = mode.fused_block if act in HAVE_KERNELS else None
@@ -185,7 +187,7 @@ def save_activation(
             stochastic=stochastic,
             products=precision.forward_products,
         )
-        scale = gemm.tensor_scale(jnp.max(maxima, initial=0.0), precision.forward)
+        scale = gemm.tensor_scale(jnp.max(maxima, initial=0.0), precision.forward, axes)
         used: Input
         if codes is None:
             used = Operand(activation_cast(blocks, act, scale, size), None, scale)
@@ -206,7 +208,7 @@ def save_activation(
         # The scale must also fit the activation that the backward pass recomputes.
         decoded = [restore(h, jnp.float32, precision.block) for h in saved]
         magnitudes = jnp.maximum(magnitudes, jnp.abs(activate(decoded, act)))
-    scale = gemm.tensor_scale(gemm.largest_magnitude(magnitudes), mode.format)
+    scale = gemm.tensor_scale(gemm.largest_magnitude(magnitudes), mode.format, axes)
     if precision.forward_products == "int8":
         used = int8.round_rows(a)
     elif precision.forward_products == "bf16":

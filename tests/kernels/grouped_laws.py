@@ -139,20 +139,11 @@ class GroupedLaws:
         assert off(got, wanted) < self.exact
         assert not np.any(np.asarray(got, np.float32)[np.asarray(groups.sizes) == 0])
 
-    @pytest.mark.parametrize("stream", [None, "gradients"], ids=["nearest", "stochastic"])
-    def test_rows_are_gathered_as_columns(self, stream):
+    def test_rows_are_gathered_as_columns(self):
         groups = self.groups()
-        x, factors = self.draw(1, self.tokens[0], self.widths[0]), self.draw(2, 1, *self.tokens)[0]
-        codes = gemm.operand(x, E4M3).values
+        codes = gemm.operand(self.draw(1, self.tokens[0], self.widths[0]), E4M3).values
         turned = grouped.gather_transposed(codes, groups)
         np.testing.assert_array_equal(np.float32(turned), np.float32(groups.of_tokens(codes)).T)
-        factors, scale = groups.of_choices(factors.astype(jnp.float32)), jnp.float32(2.0**-14)
-        got = grouped.gather_transposed(x, groups, factors, scale, E5M2, stream=stream)
-        rows = groups.of_tokens(x).astype(jnp.float32) * factors[:, None]
-        wanted = gemm.operand(rows, E5M2, scale=scale, stream=stream)
-        # A product in FP32 may be rounded to the neighbouring code.
-        assert np.mean(np.float32(wanted.values) != np.float32(got).T) < 0.01
-        assert off(np.asarray(got).T, wanted.values) < 0.01
 
     def test_rows_of_the_activations_gradient_are_weighted(self):
         rows, columns = 70, self.widths[1]
@@ -164,7 +155,8 @@ class GroupedLaws:
         )
         values = [from_blocks(h, size=16) for h in hidden]
         a = activate(values, "silu")
-        assert off(recomputed[:, 0].T.astype(jnp.float32) * scales[0], a[0]) < 0.04
+        weighted = a[0] * weights[0, :, None]
+        assert off(recomputed[:, 0].T.astype(jnp.float32) * scales[0], weighted) < 0.04
         assert off(dots, jnp.sum(da.astype(jnp.float32) * a, axis=-1)) < 1e-5
         wanted = activate_backward(values, da * weights[..., None], "silu")
         for (straight, turned), d in zip(codes, wanted, strict=True):

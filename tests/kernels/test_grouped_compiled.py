@@ -1,5 +1,6 @@
 """Experts as compiled for Hopper: how many launches, and what the loops of the products are."""
 
+import math
 import re
 
 import jax
@@ -21,17 +22,19 @@ LAUNCHES = {"COAT": 23, "COAT_BF16_FORWARD": 19}
 PRODUCTS = {"product_tile": 5, "outer_product_tile": 3}
 
 
-def compiled(precision):
+def compiled(precision, sizes=(1, 1)):
     with there():
-        mesh = hopper_mesh((1,), ("data",))
-        whole = NamedSharding(mesh, P())
+        mesh = hopper_mesh(sizes, ("fsdp", "expert"))
+        axes = ops.ExpertAxes(("fsdp", "expert"), ("expert",))
+        specs = {D: "fsdp", F: "expert"}, {T: ("fsdp", "expert")}
 
         def like(*shape, dtype=jnp.bfloat16):
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+            over = P(*map(specs[T in shape].get, shape))
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, over))
 
         def f(x, gate, up, down, experts, weights, dy):
             def mlp(x, gate, up, down, weights):
-                how = {"precision": precision, "implementation": "triton"}
+                how = {"precision": precision, "implementation": "triton", "axes": axes}
                 return ops.grouped_mlp(x, gate, up, down, experts, weights, **how)
 
             y, pull = jax.vjp(mlp, x, gate, up, down, weights)
@@ -39,8 +42,9 @@ def compiled(precision):
 
         args = (like(T, D), like(E, D, F), like(E, D, F), like(E, F, D))
         args += (like(T, K, dtype=jnp.int32), like(T, K, dtype=jnp.float32), like(T, D))
+        results = tuple(args[i].sharding for i in (0, 0, 1, 2, 3, 5))
         with jax.set_mesh(mesh):
-            return jax.jit(f).lower(*args).compile(OPTIONS)
+            return jax.jit(f, out_shardings=results).lower(*args).compile(OPTIONS)
 
 
 @pytest.fixture(scope="module", params=LAUNCHES)
@@ -86,3 +90,22 @@ def test_products_are_in_fp8_and_load_16_codes_at_a_time(program, tmp_path):
             assert "cp.async.cg" in ptx
             # The sums of earlier parts wait in memory.
             assert spilled_bytes(ptx, tmp_path) == 0 or name == "outer_product_tile"
+
+
+def test_devices_gather_codes_and_add_up_in_bf16():
+    program = compiled(coat.COAT, (2, 2))
+    assert kernel_calls(program) == LAUNCHES["COAT"]
+    moved = {"all-gather": [], "reduce-scatter": []}
+    for results, kind in re.findall(
+        r"= (.*) (all-gather|reduce-scatter)-start\(", program.as_text()
+    ):
+        for dtype, shape in re.findall(r"(\w+)\[([\d,]+)\]", results):
+            moved[kind].append((dtype, math.prod(map(int, shape.split(",")))))
+    # Tokens, and all weights for each pass. Numbers of experts, weights and bounds are wide.
+    tokens, weights = T // 2 * D, E * D * F // 2
+    gathered = [size for dtype, size in moved["all-gather"] if dtype.startswith("f8")]
+    assert gathered.count(tokens) >= 2
+    assert gathered.count(weights) == 6
+    assert all(size <= T // 2 * K for dtype, size in moved["all-gather"] if dtype[:2] != "f8")
+    assert moved["reduce-scatter"].count(("bf16", tokens)) == 2
+    assert moved["reduce-scatter"].count(("bf16", weights)) == 3

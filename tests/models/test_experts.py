@@ -157,9 +157,6 @@ def test_experts_refuse(changes, message):
 
 
 def test_what_has_no_experts_says_so():
-    config = variant({"count": 3, "chosen": 1}, **AXES)
-    with pytest.raises(UserError, match=r"mlp.down of shape \(2, 3, 128, 64\) cannot be sharded"):
-        models.create(config, mesh=automatic_mesh(2, 2, 2))
     with pytest.raises(UserError, match="4 experts in a layer cannot be quantized"):
         quantization.quantize(filled(CONFIG), quantization.Recipe())
     seeing = vision_language.PRESETS["vlm_tiny"]

@@ -67,15 +67,18 @@ def test_each_expert_begins_like_an_mlp_of_its_own():
         computed(nn.ExpertMLP(WIDTH, HIDDEN, 2, chosen=3, rngs=nnx.Rngs(0)), X)
 
 
-def test_experts_are_sharded_along_the_axis_tensor():
-    mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+def test_each_expert_is_sharded_and_its_tokens_too():
+    names = ("fsdp", "expert", "tensor")
+    mesh = jax.make_mesh((2, 2, 2), names, axis_types=(AxisType.Auto,) * 3)
     y, routing = computed(layer_of(), X)
     with jax.set_mesh(mesh):
-        layer = layer_of(axes=nn.MeshAxes("fsdp", "tensor"))
+        axes = nn.MeshAxes("fsdp", "tensor", "expert")
+        layer = layer_of(axes=axes, batch_axes=("fsdp", "expert"))
         specs = [w[...].sharding.spec for w in (layer.router, layer.gate, layer.down)]
         x = jax.device_put(X, P("fsdp"))
         sharded, found = computed(layer, x)
-    assert specs == [P("fsdp"), P("tensor", "fsdp"), P("tensor", None, "fsdp")]
+    columns = ("expert", "tensor")
+    assert specs == [P("fsdp"), P(None, "fsdp", columns), P(None, columns, "fsdp")]
     np.testing.assert_allclose(sharded, y, atol=1e-5)
     for one, other in zip(found, routing, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)

@@ -1,12 +1,14 @@
 """Experts against a dense sum over all of them, and what their backward pass saves."""
 
 import dataclasses
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ops_cases import FFN, WIDTH, assert_close, assert_equal, distance, draw, pulled
 
@@ -219,6 +221,47 @@ def test_each_device_has_tokens_of_its_own_in_shard_map():
     assert_close(jax.jit(on_mesh)(*args), f(*args))
 
 
+MESHES = {
+    "tokens": ({"data": 8}, ops.ExpertAxes(("data",))),
+    "columns of the same tokens": (
+        {"fsdp": 4, "tensor": 2}, ops.ExpertAxes(("fsdp",), ("tensor",))
+    ),
+    "columns of gathered tokens": (
+        {"data": 2, "expert": 4}, ops.ExpertAxes(("data", "expert"), ("expert",))
+    ),
+    "all of these": (
+        {"expert": 2, "data": 2, "tensor": 2},
+        ops.ExpertAxes(("data", "expert"), ("tensor", "expert")),
+    ),
+}  # fmt: skip
+ON_MESHES = {
+    "bf16": coat.BF16,
+    "coat": dataclasses.replace(coat.COAT, stochastic=False),
+    "coat_bf16_forward": dataclasses.replace(coat.COAT_BF16_FORWARD, stochastic=False),
+}
+
+
+@pytest.mark.parametrize("route", ["random", "one has all"])
+@pytest.mark.parametrize("precision", ON_MESHES)
+@pytest.mark.parametrize("name", MESHES)
+def test_results_do_not_depend_on_the_mesh(name, precision, route):
+    """Where no noise depends on the row. Results, and the gradients of all arrays."""
+    (sizes, axes), experts = MESHES[name], choose(route)
+    kinds = (AxisType.Explicit if name == "all of these" else AxisType.Auto,) * len(sizes)
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+    args = arguments(experts, ffn=64)
+
+    def f(axes, *args):
+        how = {"precision": ON_MESHES[precision], "axes": axes}
+        return ops.grouped_mlp(*args[:4], experts, args[4], **how)
+
+    wanted = pulled(functools.partial(f, ops.ExpertAxes()), *args)[:2]
+    with jax.set_mesh(mesh):
+        specs = map(axes.spec, ("td", "edf", "edf", "efd", "tk"))
+        sharded = map(jax.device_put, args, (NamedSharding(mesh, spec) for spec in specs))
+        assert_close(pulled(functools.partial(f, axes), *sharded)[:2], wanted)
+
+
 def test_there_may_be_no_tokens():
     experts = jnp.zeros((0, K), jnp.int32)
     y, gradients, _ = pulled(apply(experts), *arguments(experts))
@@ -247,6 +290,11 @@ def call(x=X, gate=W, up=W, down=DOWN, experts=EXPERTS, weights=WEIGHTS, **how):
     return ops.grouped_mlp(*args, experts, np.asarray(weights, np.float32), **how)
 
 
+def narrow():
+    with jax.set_mesh(jax.make_mesh((8,), ("expert",), axis_types=(AxisType.Auto,))):
+        return call(axes=ops.ExpertAxes(hidden=("expert",)))
+
+
 def too_many():
     like = [jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in (W, W, DOWN)]
     tokens = [jax.ShapeDtypeStruct((2**30, n), d) for n, d in ((D, "float32"), (K, "int32"))]
@@ -270,6 +318,11 @@ def too_many():
         ),
         (lambda: call(precision=coat.COAT_INT8), "has no products in INT8"),
         (lambda: call(activation="silo"), "activation='silo' must be one of"),
+        (
+            narrow,
+            "hidden=24 cannot be divided among the 8 devices along 'expert' of the mesh in blocks "
+            "of 16: use fewer devices there, or a multiple of 128",
+        ),
         (too_many, "1073741824 tokens with 3 experts each are more rows than 32 bits count"),
     ],
 )

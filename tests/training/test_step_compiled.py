@@ -189,7 +189,7 @@ def test_a_step_copies_no_state_and_telemetry_takes_no_more_memory(monkeypatch):
     assert of_step.temp_size_in_bytes < 1.25 * (memory.gradients + memory.activations)
     config = changed("llama2_7b:one_gpu", **TWO_LAYERS)
     config = dataclasses.replace(config, telemetry=TelemetryConfig(every=100))
-    mesh = hopper_mesh((4, 1, 1), NAMES)
+    mesh = hopper_mesh((4, 1, 1, 1), NAMES)
     monkeypatch.setattr(telemetry, "compiler_options", lambda config, mesh: OPTIONS)
     _, _, _, graph, state, _ = prepare(config, mesh)
     program = telemetry.Telemetry(config, graph, state, mesh)._tensors

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -112,20 +113,19 @@ def norm_of(tree: Any) -> float:
     return float(np.sqrt(sum(np.sum(leaf**2) for leaf in leaves)))
 
 
-def mesh_of(sizes: tuple[int, int, int]) -> jax.sharding.Mesh:
-    """A mesh of these sizes over the first devices."""
-    data, fsdp, tensor = sizes
-    devices = jax.devices()[: data * fsdp * tensor]
-    return make_mesh(MeshConfig(data=data, fsdp=fsdp, tensor=tensor), devices)
+def mesh_of(sizes: tuple[int, ...]) -> jax.sharding.Mesh:
+    """A mesh over the first devices, of these sizes of data, fsdp, tensor and, if given, expert."""
+    config = MeshConfig(**dict(zip(("data", "fsdp", "tensor", "expert"), sizes, strict=False)))
+    return make_mesh(config, jax.devices()[: math.prod(sizes)])
 
 
-def stepper(config: TrainConfig, sizes: tuple[int, int, int] = ONE) -> Stepper:
+def stepper(config: TrainConfig, sizes: tuple[int, ...] = ONE) -> Stepper:
     """The config's step on a mesh of these sizes."""
     return _stepper(config, sizes)
 
 
 @functools.cache  # for which `sizes` left out would be other arguments than ONE
-def _stepper(config: TrainConfig, sizes: tuple[int, int, int]) -> Stepper:
+def _stepper(config: TrainConfig, sizes: tuple[int, ...]) -> Stepper:
     return Stepper(config, mesh_of(sizes))
 
 

@@ -132,8 +132,8 @@ def activation_backward_weighted_tile(
 ):  # fmt: skip
     """The gradients of gate and up in both layouts, and a recomputed in the transposed one.
 
-    If ACT.weighted, each row of da counts `weights` times, and the sums of da a over the columns of
-    each tile are stored.
+    If ACT.weighted, each row of da and of a counts `weights` times, and the sums of da a, without
+    weights, over the columns of each tile are stored.
     """
     row, column = tile_indices(TILES)
     # Hides from Triton that more than 8 columns are contiguous: a thread then holds 8 neighbours;
@@ -167,8 +167,11 @@ def activation_backward_weighted_tile(
     q = q.to(first.dtype.element_ty)
     store_tile(q, first, row, column, TILES)
     store_transposed(q, first_transposed, row, column, TILES)
+    of_a = 1.0 / tl.load(scale)
+    if ACT.weighted:
+        of_a = weight * of_a
     q = round_tile(
-        a * (1.0 / tl.load(scale)), input_rows, columns, row, column,
+        a * of_a, input_rows, columns, row, column,
         ACT.stochastic, F8, TILES,
     )  # fmt: skip
     store_transposed(q.to(recomputed.dtype.element_ty), recomputed, row, column, TILES)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from coat_jax.kernels.triton.formats import round_to_bf16
-from coat_jax.kernels.triton.tiles import round_tile, store_transposed, tile_indices
+from coat_jax.kernels.triton.tiles import store_transposed, tile_indices
 
 
 @triton.jit
@@ -138,19 +138,10 @@ def store_rounded(v, where, mask):
 
 
 @triton.jit
-def gather_transposed_tile(
-    x, tokens, factors, scale, row_numbers, column_numbers, out,
-    ROUND: tl.constexpr, STOCHASTIC: tl.constexpr, F8: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """Rows of tokens as columns; if ROUND, times their factors and rounded."""
+def gather_transposed_tile(x, tokens, out, TILES: tl.constexpr):
+    """Rows of tokens as columns."""
     row, column = tile_indices(TILES)
     token = tl.load(tokens + row, mask=row < TILES.rows, other=-1)
     mask = (token >= 0)[:, None] & (column < TILES.columns)[None, :]
     v = tl.load(x + token.to(tl.int64)[:, None] * TILES.columns + column[None, :], mask, other=0.0)
-    if ROUND:
-        factor = tl.load(factors + row, mask=row < TILES.rows, other=0.0) * (1.0 / tl.load(scale))
-        v = round_tile(
-            v.to(tl.float32) * factor[:, None], row_numbers, column_numbers, row, column,
-            STOCHASTIC, F8, TILES,
-        )  # fmt: skip
-    store_transposed(v.to(out.dtype.element_ty), out, row, column, TILES)
+    store_transposed(v, out, row, column, TILES)

@@ -2,5 +2,5 @@
 
 distributed      processes find each other
 stop             signals after which all processes stop, at the same step
-mesh             devices as axes data, fsdp and tensor; shardings, and batches
+mesh             devices as axes data, fsdp, expert and tensor; shardings, and batches
 """

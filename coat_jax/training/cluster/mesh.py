@@ -1,7 +1,8 @@
-"""The devices of a run as a mesh with the axes data, fsdp and tensor, and what is sharded how.
+"""The devices of a run as a mesh with four axes, and how arrays are sharded over them.
 
-parameters    sharded along fsdp and tensor, as their modules say
-batches       [rows of this process, ...] -> [accumulation, rows of all, ...], along data and fsdp
+parameters    sharded along fsdp, expert and tensor, as their modules say
+batches       [rows of this process, ...] -> [accumulation, rows of all, ...], along data, fsdp and
+              expert
 the rest      replicated
 """
 
@@ -20,13 +21,13 @@ from coat_jax.training.data import Loader
 from coat_jax.training.data.sources import Split
 from coat_jax.training.families import family_of
 
-NAMES = ("data", "fsdp", "tensor")
+NAMES = ("data", "fsdp", "expert", "tensor")
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Returns the mesh over `devices`, by default all there are, with automatic axes."""
     devices = jax.devices() if devices is None else devices
-    sizes = [config.data, config.fsdp, config.tensor]
+    sizes = [getattr(config, name) for name in NAMES]
     named = math.prod(size for size in sizes if size != -1)
     left, rest = divmod(len(devices), named)
     if rest or sizes.count(-1) > 1 or (-1 not in sizes and left != 1):
@@ -66,8 +67,8 @@ def share_of_process(mesh: Mesh) -> tuple[int, int]:
     if left or mine != list(range(mine[0], mine[-1] + 1)) or mine[0] % len(mine):
         raise UserError(
             f"This process has devices at places {mine} of the {len(rows)} that see different "
-            "rows, which is not an equal part of them. Give mesh.data * mesh.fsdp or mesh.tensor a "
-            "size that whole machines share equally."
+            "rows, which is not an equal part of them. Give mesh.data * mesh.fsdp * mesh.expert or "
+            "mesh.tensor a size that whole machines share equally."
         )
     return mine[0] // len(mine), parts
 
@@ -83,8 +84,8 @@ def open_data(config: TrainConfig, mesh: Mesh, split: Split) -> Loader:
         raise UserError(
             f"global_batch_size={batch} in gradient_accumulation_steps={steps} are "
             f"{config.microbatch} sequences at a time, which {sharing} devices (mesh.data * "
-            "mesh.fsdp) cannot share equally. Lower gradient_accumulation_steps, or make "
-            f"global_batch_size a multiple of {sharing * steps}."
+            "mesh.fsdp * mesh.expert) cannot share equally. Lower gradient_accumulation_steps, or "
+            f"make global_batch_size a multiple of {sharing * steps}."
         )
     part, parts = share_of_process(mesh)
     seed = config.seed if split == "train" else 0

@@ -13,17 +13,19 @@ Devices = Count | Literal[-1]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """How devices share the work. One of the three may be -1: it takes all devices left over.
+    """How devices share the work. One of the four may be -1: it takes all devices left over.
 
     Attributes:
         data: how many devices share the batch, each with all parameters.
         fsdp: how many devices share the batch and the parameters, which are gathered when they are
             needed.
+        expert: how many devices share the batch and the hidden width of each expert.
         tensor: how many devices share the hidden widths of layers.
     """
 
     data: Devices = 1
     fsdp: Devices = -1
+    expert: Devices = 1
     tensor: Devices = 1
 
 

@@ -35,8 +35,8 @@ Metric: TypeAlias = Callable[[Any], Any]
 LOGGED = {"step", "tokens", "seconds", "loss", "learning_rate", "gradient_norm", "labels"}
 LOGGED |= {"skipped", "tokens_per_second", "mfu", "memory", "held_out_loss", "perplexity"}
 
-AXES = MeshAxes("fsdp", "tensor")
-BATCH_AXES = ("data", "fsdp")
+AXES = MeshAxes("fsdp", "tensor", "expert")
+BATCH_AXES = ("data", "fsdp", "expert")
 CACHE = "~/.cache/coat_jax/xla"
 
 

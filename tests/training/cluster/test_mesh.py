@@ -15,25 +15,25 @@ from coat_jax.training.config import MeshConfig
 @pytest.mark.parametrize(
     ("config", "sizes"),
     [
-        (MeshConfig(), (1, 8, 1)),
-        (MeshConfig(data=-1, fsdp=2, tensor=2), (2, 2, 2)),
-        (MeshConfig(data=2, fsdp=2, tensor=-1), (2, 2, 2)),
-        (MeshConfig(data=8, fsdp=1, tensor=1), (8, 1, 1)),
+        (MeshConfig(), (1, 8, 1, 1)),
+        (MeshConfig(data=-1, fsdp=2, tensor=2), (2, 2, 1, 2)),
+        (MeshConfig(data=2, fsdp=1, expert=2, tensor=-1), (2, 1, 2, 2)),
+        (MeshConfig(data=8, fsdp=1, tensor=1), (8, 1, 1, 1)),
     ],
 )
 def test_one_axis_takes_the_devices_that_are_left(config, sizes):
     mesh = make_mesh(config)
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
-    assert dict(mesh.shape) == dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
+    assert dict(mesh.shape) == dict(zip(("data", "fsdp", "expert", "tensor"), sizes, strict=True))
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (MeshConfig(data=3, fsdp=1), "data=3, fsdp=1, tensor=1 needs 3 devices, and JAX finds 8"),
-        (MeshConfig(data=3), "data=3, fsdp=-1, tensor=1 needs a multiple of 3 devices, and JAX"),
+        (MeshConfig(data=3, fsdp=1), "fsdp=1, expert=1, tensor=1 needs 3 devices, and JAX finds 8"),
+        (MeshConfig(data=3), "data=3, fsdp=-1, .*=1 needs a multiple of 3 devices, and JAX"),
         (MeshConfig(data=16), "needs a multiple of 16 devices, and JAX finds 8"),
-        (MeshConfig(data=-1), "data=-1, fsdp=-1, tensor=1 .* only one may be -1"),
+        (MeshConfig(data=-1), "data=-1, fsdp=-1, .* only one may be -1"),
     ],
 )
 def test_a_mesh_that_does_not_match_the_devices_is_refused(config, message):
