@@ -53,6 +53,7 @@ def rows_of(call: Call, name: str, seeds: Sequence[int], text: str) -> list[Row]
 def model_of(config: models.Config) -> str:
     """The digest of a model, without what an arm decides."""
     model = dataclasses.asdict(config)
+    del model["axes"]["expert"]  # which the first runs did not have
     kept = (n for n in model if n != "precision" and (n, model[n]) not in LATER.items())
     return digest({name: str(model[name]) for name in kept})
 

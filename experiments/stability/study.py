@@ -20,7 +20,7 @@ def rows_of(call: Call, name: str, seeds: Sequence[int], text: str) -> list[Row]
     size = SIZES[call.size]
     model = described(size.model, types=False)
     # The arm decides the precision. The first runs had neither a z-loss nor experts.
-    del model["precision"], model["z_loss"], model["experts"]
+    del model["precision"], model["z_loss"], model["experts"], model["axes"]["expert"]
     decides = {
         "definition": described(ARMS[name], types=False),
         "model": digest(model),

@@ -24,6 +24,6 @@ def without_scales() -> Iterator[None]:
         yield
 
 
-def _one(amax: Float[Array, ""], dtype: DTypeLike) -> Float[Array, ""]:
-    del dtype
+def _one(amax: Float[Array, ""], dtype: DTypeLike, axes: tuple[str, ...] = ()) -> Float[Array, ""]:
+    del dtype, axes
     return jnp.where(jnp.isfinite(amax), 1.0, jnp.nan)
