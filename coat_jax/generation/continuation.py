@@ -71,7 +71,8 @@ def stream(
     lengths = [len(prompt) for prompt in prompts]
     limits = [min(int(max_tokens), context - length) for length in lengths]
     rows, length = padded_rows(len(prompts), model.config), padded_length(max(lengths), context)
-    slots = math.ceil((length + max(limits)) / SLOTS) * SLOTS
+    later = math.ceil((max(limits) - 1) / CHUNK)
+    slots = math.ceil((length + later * CHUNK) / SLOTS) * SLOTS
     # Features of images would take the places of padding that is the image token.
     padding = int(getattr(model.config, "image_token", None) == 0)
     tokens = np.full((rows, length), padding, np.int32)
@@ -86,7 +87,7 @@ def stream(
 
     def chunks() -> Iterator[list[list[int]]]:
         chunk, session = _begin(sampling, ends, *nnx.split(model), slots, cache, *inputs)
-        for _ in range(math.ceil((max(limits) - 1) / CHUNK)):
+        for _ in range(later):
             following, session = _continue(*settings, session)
             new = _lists(chunk, len(prompts))
             yield new
@@ -158,21 +159,19 @@ def _begin(
 def _continue(
     sampling: Sampling, stops: Int[Array, " E"], graph: Any, state: Any, session: _Session
 ) -> tuple[Int[Array, "B C"], _Session]:
+    """CHUNK more tokens of each text.
+
+    To stop once all texts have ended, the GPU would have to ask the host after every token.
+    """
     model = nnx.merge(graph, state)
 
-    def unfinished(carry: Any) -> Array:
-        i, _, session = carry
-        return (i < CHUNK) & jnp.any(session.remaining > 0)
-
-    def step(carry: Any) -> Any:
-        i, chunk, session = carry
+    def step(session: _Session, _: None) -> tuple[_Session, Array]:
         logits, cache = decode(model, session.tokens, session.cache)
         new, session = _choose_next(sampling, stops, logits, session._replace(cache=cache))
-        return i + 1, lax.dynamic_update_index_in_dim(chunk, new, i, axis=1), session
+        return session, new
 
-    empty = jnp.full((session.tokens.shape[0], CHUNK), NOTHING, jnp.int32)
-    _, chunk, session = lax.while_loop(unfinished, step, (0, empty, session))
-    return chunk, session
+    session, chunk = lax.scan(step, session, length=CHUNK)
+    return chunk.T, session
 
 
 def _choose_next(

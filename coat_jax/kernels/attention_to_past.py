@@ -22,7 +22,7 @@ from coat_jax.numerics.cache_formats import StoredHeads, decode_heads
 WIDTHS = (64, 128)  # of heads, in the kernel
 LOG2_E = 1.4426950408889634
 BLOCK = 64  # slots of a step
-BLOCK_OF_ONE = 32  # where each KV head has one query head
+BLOCK_OF_ONE = 64  # where each KV head has one query head
 LEAST = 128  # slots of a part: adding up many short parts takes as long as they do
 PROGRAMS = 528  # at least, where there are enough slots: 4 for each processor of an H200
 WARPS, STAGES = 4, 3
@@ -68,6 +68,7 @@ class Spec(NamedTuple):
     stages: int
     scaled: bool  # whether codes have a scale
     packed: bool  # whether a byte has two codes, and codes have a zero point
+    integers: bool  # whether codes are
     factor: float  # of q k, so that 2^(q k factor) is proportional to probabilities
 
 
@@ -87,9 +88,10 @@ def attend_in_parts(
         batch, heads, group, width = q.shape
         rows = max(16, 1 << (group - 1).bit_length())
         has = past.keys.scale is not None, past.keys.zero is not None
+        integers = jnp.issubdtype(past.keys.codes.dtype, jnp.integer)
         spec = Spec(
             *(parts, batch * heads, heads, group, rows, width, slots, block, STAGES),
-            *(*has, scale * LOG2_E),
+            *(*has, integers, scale * LOG2_E),
         )
         return {"programs": batch * heads * parts, "warps": WARPS, "stages": STAGES, "SPEC": spec}
 

@@ -143,38 +143,32 @@ def attend_with_one(
     q, stored, begin, end, first_block, last_block, text_and_head, out, log_sums,
     SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Each slot of half a block has a softmax of its own: the loop adds nothing up over slots."""
+    """Each slot of a quarter of a block has a softmax of its own: the loop sums over no slots."""
     HALF: tl.constexpr = SPEC.width // 2
     STORED: tl.constexpr = HALF if SPEC.packed else SPEC.width
-    ROWS: tl.constexpr = SPEC.block // 2
-    h = tl.arange(0, STORED)
-    of_q = q + text_and_head * SPEC.width + h
-    q_low = tl.load(of_q).to(tl.float32)
-    q_high = tl.load(of_q + SPEC.width - STORED).to(tl.float32)
-    q_sum = tl.sum(q_low + q_high, axis=0)
+    ROWS: tl.constexpr = SPEC.block // 4
+    query = query_of(q + text_and_head * SPEC.width, SPEC)
     zeros = tl.zeros([ROWS], tl.float32)
     o = tl.zeros([ROWS, STORED], tl.float32)
     state = tl.full([ROWS], NEVER, tl.float32), zeros, zeros, o, o
     # Scales are too short for Triton to load early, so they come one block before their codes.
     slot = first_block * SPEC.block + tl.arange(0, ROWS)
-    numbers = numbers_of_slots(stored, slot, begin, end, SPEC)
-    numbers_2 = numbers_of_slots(stored, slot + ROWS, begin, end, SPEC)
+    numbers = numbers_of_four(stored, slot, begin, end, SPEC)
     for block in tl.range(first_block, last_block, num_stages=SPEC.stages):
         slot = block * SPEC.block + tl.arange(0, ROWS)
-        later = numbers_of_slots(stored, slot + SPEC.block, begin, end, SPEC)
-        later_2 = numbers_of_slots(stored, slot + SPEC.block + ROWS, begin, end, SPEC)
-        x, v = score(q_low, q_high, q_sum, stored, slot, begin, end, numbers, SPEC)
-        x_2, v_2 = score(q_low, q_high, q_sum, stored, slot + ROWS, begin, end, numbers_2, SPEC)
-        state = attend_to_two(state, x, v, numbers, x_2, v_2, numbers_2, SPEC)
-        numbers, numbers_2 = later, later_2
+        later = numbers_of_four(stored, slot + SPEC.block, begin, end, SPEC)
+        state = attend_to_four(state, query, stored, slot, begin, end, numbers, SPEC)
+        numbers = later
     largest, total, zeros, o_low, o_high = state
     top = tl.max(largest, axis=0)
     weight = exp2(largest - top)
     total = tl.sum(total * weight, axis=0)
     zero = tl.sum(zeros * weight, axis=0)
+    if SPEC.integers:
+        zero /= 32768
     seen = total > 0
-    per_total = 1.0 / tl.where(seen, total, 1.0)
-    where = out + tl.program_id(0) * SPEC.width + h
+    per_total = (32768.0 if SPEC.integers else 1.0) / tl.where(seen, total, 1.0)
+    where = out + tl.program_id(0) * SPEC.width + tl.arange(0, STORED)
     tl.store(where, (tl.sum(o_low * weight[:, None], axis=0) + zero) * per_total)
     if SPEC.packed:
         tl.store(where + HALF, (tl.sum(o_high * weight[:, None], axis=0) + zero) * per_total)
@@ -182,25 +176,55 @@ def attend_with_one(
 
 
 @triton.jit
-def attend_to_two(state, x, v, numbers, x_2, v_2, numbers_2, SPEC: tl.constexpr):
-    """The states of softmaxes after two slots of each: see `attend_to_block`."""
+def attend_to_four(state, query, stored, slot, begin, end, numbers, SPEC: tl.constexpr):
+    """The states of softmaxes after four slots of each: see `attend_to_block`."""
     largest, total, zeros, o_low, o_high = state
-    larger = tl.maximum(largest, tl.maximum(x, x_2))
+    ROWS: tl.constexpr = SPEC.block // 4
+    x_0, v_0 = score(query, stored, slot, begin, end, numbers[0], SPEC)
+    x_1, v_1 = score(query, stored, slot + ROWS, begin, end, numbers[1], SPEC)
+    x_2, v_2 = score(query, stored, slot + 2 * ROWS, begin, end, numbers[2], SPEC)
+    x_3, v_3 = score(query, stored, slot + 3 * ROWS, begin, end, numbers[3], SPEC)
+    x, v = (x_0, x_1, x_2, x_3), (v_0, v_1, v_2, v_3)
+    larger = tl.maximum(tl.maximum(x_0, x_1), tl.maximum(x_2, x_3))
+    larger = tl.maximum(largest, larger)
     shrink = exp2(largest - larger)
-    p = tl.where(x > NEVER, exp2(x - larger), 0.0)
-    p_2 = tl.where(x_2 > NEVER, exp2(x_2 - larger), 0.0)
-    total = total * shrink + p + p_2
+    total *= shrink
+    zeros *= shrink
+    weights = tl.zeros_like(total)
+    low = tl.zeros_like(o_low)
+    high = tl.zeros_like(o_high)
+    for i in tl.static_range(4):
+        p = tl.where(x[i] > NEVER, exp2(x[i] - larger), 0.0)
+        total += p
+        if SPEC.packed:
+            zeros += p * numbers[i][3].to(tl.float32)
+        if SPEC.scaled:
+            p *= numbers[i][1].to(tl.float32)
+        weights += p
+        low += p[:, None] * low_numbers(v[i])
+        if SPEC.packed:
+            high += p[:, None] * high_numbers(v[i])
+    if SPEC.integers:
+        # Here, not in the sums over blocks: those would lose the digits that are left.
+        offset = weights * (1.0 if SPEC.packed else 1.0 + 128 / 32768)
+        low -= offset[:, None]
+        high -= offset[:, None]
+    o_low = o_low * shrink[:, None] + low
     if SPEC.packed:
-        zeros = zeros * shrink + p * numbers[3].to(tl.float32) + p_2 * numbers_2[3].to(tl.float32)
-    if SPEC.scaled:
-        p *= numbers[1].to(tl.float32)
-        p_2 *= numbers_2[1].to(tl.float32)
-    o_low *= shrink[:, None]
-    o_low += p[:, None] * low_numbers(v) + p_2[:, None] * low_numbers(v_2)
-    if SPEC.packed:
-        o_high *= shrink[:, None]
-        o_high += p[:, None] * high_numbers(v) + p_2[:, None] * high_numbers(v_2)
+        o_high = o_high * shrink[:, None] + high
     return larger, total, zeros, o_low, o_high
+
+
+@triton.jit
+def numbers_of_four(stored, slot, begin, end, SPEC: tl.constexpr):
+    """`numbers_of_slots` of each quarter of a block."""
+    ROWS: tl.constexpr = SPEC.block // 4
+    return (
+        numbers_of_slots(stored, slot, begin, end, SPEC),
+        numbers_of_slots(stored, slot + ROWS, begin, end, SPEC),
+        numbers_of_slots(stored, slot + 2 * ROWS, begin, end, SPEC),
+        numbers_of_slots(stored, slot + 3 * ROWS, begin, end, SPEC),
+    )
 
 
 @triton.jit
@@ -222,19 +246,62 @@ def numbers_of_slots(stored, slot, begin, end, SPEC: tl.constexpr):
 
 
 @triton.jit
-def score(q_low, q_high, q_sum, stored, slot, begin, end, numbers, SPEC: tl.constexpr):
+def query_of(q, SPEC: tl.constexpr):
+    """What `score` needs of q: its columns for low and high codes, its sum, and a factor of both.
+
+    In integers of 16 bits, if SPEC.integers: a rounding error of 2^-16 of the largest, far below
+    that of BF16. Words have the high bytes of four, which are signed, and their low bytes.
+    """
+    STORED: tl.constexpr = SPEC.width // 2 if SPEC.packed else SPEC.width
+    h = tl.arange(0, STORED)
+    low = tl.load(q + h).to(tl.float32)
+    high = tl.load(q + SPEC.width - STORED + h).to(tl.float32)
+    q_sum = tl.sum(low + high, axis=0)
+    unit = 1.0
+    if SPEC.integers:
+        largest = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), axis=0)
+        # A maximum passes NaN over, a sum does not.
+        unit = tl.maximum(largest, 1e-30) / 32512 + 0.0 * q_sum
+        low = words_of(q, 1.0 / unit, SPEC)
+        high = words_of(q + SPEC.width - STORED, 1.0 / unit, SPEC)
+    return low, high, q_sum, unit
+
+
+@triton.jit
+def words_of(q, per_unit, SPEC: tl.constexpr):
+    WORDS: tl.constexpr = SPEC.width // 8 if SPEC.packed else SPEC.width // 4
+    first = q + 4 * tl.arange(0, WORDS)
+    high, low = tl.zeros([WORDS], tl.int32), tl.zeros([WORDS], tl.int32)
+    for i in tl.static_range(4):
+        x = tl.floor(tl.load(first + i).to(tl.float32) * per_unit + 0.5).to(tl.int32)
+        high |= ((x >> 8) & 255) << (8 * i)
+        low |= (x & 255) << (8 * i)
+    return high, low
+
+
+@triton.jit
+def score(query, stored, slot, begin, end, numbers, SPEC: tl.constexpr):
     """Scores of slots, and the codes of their values."""
     keys, _, _, values, _, _ = stored
+    q_low, q_high, q_sum, unit = query
     STORED: tl.constexpr = SPEC.width // 2 if SPEC.packed else SPEC.width
-    NOTHING: tl.constexpr = 0 if SPEC.packed else 0.0
+    NOTHING: tl.constexpr = 0 if SPEC.integers else 0.0
     there = (slot >= begin) & (slot < end)
     where = slot[:, None] * STORED + tl.arange(0, STORED)[None, :]
-    k = tl.load(keys + where, mask=there[:, None], other=NOTHING)
     v = tl.load(values + where, mask=there[:, None], other=NOTHING)
-    x = low_numbers(k) * q_low[None, :]
-    if SPEC.packed:
-        x += high_numbers(k) * q_high[None, :]
-    x = tl.sum(x, axis=1)
+    if SPEC.integers:
+        WORDS: tl.constexpr = STORED // 4
+        where = slot[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+        k = tl.load(keys.to(tl.pointer_type(tl.int32)) + where, mask=there[:, None], other=0)
+        if SPEC.packed:
+            x = product_of_words(k & 0x0F0F0F0F, q_low)
+            x += product_of_words((k >> 4) & 0x0F0F0F0F, q_high)
+        else:
+            x = product_of_words(k, q_low)
+        x = tl.sum(x, axis=1).to(tl.float32) * unit
+    else:
+        k = tl.load(keys + where, mask=there[:, None], other=NOTHING)
+        x = tl.sum(k.to(tl.float32) * q_low[None, :], axis=1)
     if SPEC.scaled:
         x *= numbers[0].to(tl.float32)
     if SPEC.packed:
@@ -243,31 +310,45 @@ def score(q_low, q_high, q_sum, stored, slot, begin, end, numbers, SPEC: tl.cons
 
 
 @triton.jit
+def product_of_words(k, q):
+    """The sums of the products of four bytes k, signed, and four integers of 16 bits."""
+    high, low = q[0][None, :], q[1][None, :]
+    if FAST:
+        return tl.inline_asm_elementwise(
+            """{.reg .s32 t; dp4a.s32.s32 t, $1, $2, 0; shl.b32 t, t, 8;
+            dp4a.s32.u32 $0, $1, $3, t;}""",
+            "=r,r,r,r", [k, high, low], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    total = tl.zeros_like(k)
+    for i in tl.static_range(4):
+        q_i = (((high << (24 - 8 * i)) >> 24) << 8) + ((low >> (8 * i)) & 255)
+        total += ((k << (24 - 8 * i)) >> 24) * q_i
+    return total
+
+
+@triton.jit
 def low_numbers(codes):
-    """Codes in FP32, or the low ones of two in a byte."""
+    """Codes in FP32, `near_one` if they are integers; of two in a byte, the low ones."""
     if codes.dtype == tl.int8:
-        return less(codes.to(tl.uint8, bitcast=True) ^ 128, 128.0)
+        return near_one(codes.to(tl.uint8, bitcast=True) ^ 128)
     if codes.dtype == tl.uint8:
-        return less(codes & 15, 0.0)
+        return near_one(codes & 15)
     return codes.to(tl.float32)
 
 
 @triton.jit
 def high_numbers(codes):
-    """The high codes of two in a byte, in FP32."""
-    return less(high_codes(codes), 0.0)
+    """The high codes of two in a byte, as `low_numbers` has the low ones."""
+    return near_one(high_codes(codes))
 
 
 @triton.jit
-def less(b, offset):
-    """b - offset for bytes, in FP32.
-
-    A byte b is the last one of 2^23 + b, which takes two instructions; Triton's conversion three.
-    """
+def near_one(b):
+    """1 + b / 2^15 of bytes in FP32: one instruction, where Triton's conversion takes three."""
     if FAST:
         return tl.inline_asm_elementwise(
-            """prmt.b32 $0, $4, 0x4B000000, 0x7440; prmt.b32 $1, $4, 0x4B000000, 0x7441;
-            prmt.b32 $2, $4, 0x4B000000, 0x7442; prmt.b32 $3, $4, 0x4B000000, 0x7443;""",
+            """prmt.b32 $0, $4, 0x3F800000, 0x7604; prmt.b32 $1, $4, 0x3F800000, 0x7614;
+            prmt.b32 $2, $4, 0x3F800000, 0x7624; prmt.b32 $3, $4, 0x3F800000, 0x7634;""",
             "=f,=f,=f,=f,r", [b], dtype=tl.float32, is_pure=True, pack=4,
-        ) - (8388608.0 + offset)  # fmt: skip
-    return b.to(tl.float32) - offset
+        )  # fmt: skip
+    return 1.0 + b.to(tl.float32) / 32768
