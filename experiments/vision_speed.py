@@ -36,8 +36,8 @@ WAYS: dict[str, tuple[str, Precision | str | None, str]] = {
     "FP8 in the decoder alone": ("fp8_linear", "bf16", "fp8_adamw"),
     "COAT": ("coat", None, "fp8_adamw"),
     "COAT_INT8": ("coat_int8", None, "fp8_adamw"),
-    "COAT_LEAN": ("coat_lean", None, "fp8_adamw"),
     "COAT, the tower's products in BF16": ("coat", SAVED, "fp8_adamw"),
+    "COAT_LEAN": ("coat_lean", None, "fp8_adamw"),
 }
 THEIRS = "transformers, BF16, compiled"
 
