@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from coat_jax.kernels.activation import HAVE_KERNELS
 from coat_jax.kernels.activation import Constants as Activating
 from coat_jax.kernels.attention_to_past import Past
-from coat_jax.kernels.int4 import FEW_ROWS, Product, Rows
+from coat_jax.kernels.int4 import COUNTS, FEW_ROWS, SCHEDULE, Product, Rows
 from coat_jax.kernels.norm import Norm, constants_of, padded_width, warps_of
 from coat_jax.kernels.sharding import launch_sharded
 from coat_jax.numerics.cache_formats import CacheFormat, StoredHeads
@@ -28,7 +28,7 @@ from coat_jax.numerics.eight_bits import DTYPES
 from coat_jax.numerics.formats import E4M3, format_of
 from coat_jax.numerics.four_bits import GROUP
 
-WIDEST = 32768  # columns of a row
+WIDEST = COUNTS * SCHEDULE.rows  # columns of a row
 
 ROUNDED = [("!m !k", E4M3), ("!m", jnp.float32), (f"!k/{GROUP} !m", jnp.float32)]
 
@@ -40,6 +40,7 @@ class Row(NamedTuple):
     columns: int
     width: int  # a power of two
     parts: int = 1  # of products
+    counts: int = COUNTS
 
 
 class Heads(NamedTuple):
@@ -66,17 +67,9 @@ def normalize(x: Float[Array, "M K"], norm: Norm | None) -> Rows:
 
     row = _row(*x.shape)
     scale, shift = (None, None) if norm is None else (norm.scale, norm.shift)
-    return Rows(
-        *launch_sharded(
-            normalize_and_round_row,
-            [(x, "!m !k"), (scale, "!k"), (shift, "!k")],
-            ROUNDED,
-            lambda *_: _programs(row),
-            NORM=None if norm is None else constants_of(norm, row.columns, 1),
-            ROW=row,
-            F8=format_of(E4M3),
-        )
-    )
+    constants = None if norm is None else constants_of(norm, row.columns, 1)
+    inputs = [(x, "!m !k"), (scale, "!k"), (shift, "!k")]
+    return _rounded(normalize_and_round_row, inputs, row, NORM=constants)
 
 
 def activate(gate: Product, up: Product, name: str) -> Rows:
@@ -84,18 +77,9 @@ def activate(gate: Product, up: Product, name: str) -> Rows:
     from coat_jax.kernels.triton.few_rows import activate_and_round_row
 
     parts, rows, columns = gate.parts.shape
-    row = _row(rows, columns, parts)
-    return Rows(
-        *launch_sharded(
-            activate_and_round_row,
-            [(gate.parts, "!p !m !k"), (up.parts, "!p !m !k"), (gate.scale, "!m")],
-            ROUNDED,
-            lambda *_: _programs(row),
-            ACT=Activating(name, gated=True),
-            ROW=row,
-            F8=format_of(E4M3),
-        )
-    )
+    inputs = [(gate.parts, "!p !m !k"), (up.parts, "!p !m !k"), (gate.scale, "!m")]
+    constants = Activating(name, gated=True)
+    return _rounded(activate_and_round_row, inputs, _row(rows, columns, parts), ACT=constants)
 
 
 def has_activation(name: str) -> bool:
@@ -156,23 +140,26 @@ def combine(o: Float[Array, "M K P G H"], log_sums: Float[Array, "M K P G"]) -> 
     rows, kv_heads, parts, group, width = o.shape
     heads = Heads(rows, kv_heads * group, kv_heads, width, parts, "none")
     row = _row(rows, heads.heads * width)._replace(width=padded_width(heads.heads) * width)
+    inputs = [(o, "!m !c !p !g !h"), (log_sums, "!m !c !p !g")]
+    return _rounded(combine_and_round_row, inputs, row, HEADS=heads)
+
+
+def _rounded(
+    kernel: Any, inputs: Sequence[tuple[Array | None, str]], row: Row, **constants: Any
+) -> Rows:
     return Rows(
         *launch_sharded(
-            combine_and_round_row,
-            [(o, "!m !c !p !g !h"), (log_sums, "!m !c !p !g")],
-            ROUNDED,
-            lambda *_: _programs(row),
-            {"k": row.columns},
-            HEADS=heads,
+            kernel,
+            inputs,
+            [*ROUNDED, ("!counts", jnp.int32)],
+            lambda *_: {"programs": row.rows, "warps": warps_of(row.columns)},
+            {"k": row.columns, "counts": row.counts},
             ROW=row,
             F8=format_of(E4M3),
+            **constants,
         )
     )
 
 
 def _row(rows: int, columns: int, parts: int = 1) -> Row:
     return Row(rows, columns, padded_width(columns), parts)
-
-
-def _programs(row: Row) -> dict[str, Any]:
-    return {"programs": row.rows, "warps": warps_of(row.columns)}

@@ -8,12 +8,12 @@ the sum of the group's x. It reads half a byte for each parameter. For many rows
 expanded to FP8 codes, or to BF16 where its scales are any numbers, and multiplied as those are.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple, Self
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Int, UInt8
 
 from coat_jax.kernels import gemm
 from coat_jax.kernels.launch import Schedule
@@ -26,6 +26,7 @@ SCHEDULE = Schedule(64, 16, 4, 3)  # channels and, at least, rows of x
 FEW_ROWS = 64
 PROGRAMS = 264  # two for each processor of an H200
 MOST_WEIGHTS = 3  # of a launch
+COUNTS = 512  # at most, blocks of channels in `add_product`
 
 
 class Weight(NamedTuple):
@@ -42,12 +43,14 @@ class Rows(NamedTuple):
     codes: Float[Array, "M K"]
     scale: Float[Array, " M"]
     sums: Float[Array, "G M"]  # of the codes in each group, times 8 / 512
+    counts: Int[Array, "512"]  # zeros, for `add_product`
 
     @classmethod
     def of(cls, codes: Float[Array, "M K"], scale: Float[Array, " M"]) -> Self:
         """Rows from their codes."""
         groups = codes.reshape(codes.shape[0], -1, GROUP)
-        return cls(codes, scale, jnp.sum(groups.astype(jnp.float32), axis=-1).T / 64)
+        sums = jnp.sum(groups.astype(jnp.float32), axis=-1).T / 64
+        return cls(codes, scale, sums, jnp.zeros(COUNTS, jnp.int32))
 
 
 class Product(NamedTuple):
@@ -59,6 +62,10 @@ class Product(NamedTuple):
     def total(self) -> Float[Array, "M N"]:
         """The product itself."""
         return jnp.sum(self.parts, axis=0) * self.scale[:, None]
+
+    def added_to(self, x: Float[Array, "M N"]) -> Float[Array, "M N"]:
+        """x + the product, which is rounded to the dtype of x before."""
+        return x + self.total().astype(x.dtype)
 
     def plus(self, bias: Float[Array, " N"]) -> Self:
         """The product with a bias, as one part."""
@@ -105,6 +112,44 @@ def products_of_few_rows(x: Rows, weights: Sequence[Weight]) -> list[Product]:
 
     if not share_a_launch(weights):
         return [product for weight in weights for product in products_of_few_rows(x, [weight])]
+    arrays, part, grid = _launch_arguments(x, weights)
+    absent = MOST_WEIGHTS - len(weights)
+    parts = launch_sharded(
+        few_rows_tile,
+        arrays + [(None, "")] * (3 * absent),
+        [(f"k/{part} !m n{i}", jnp.float32) for i in range(len(weights))]
+        + [("", jnp.float32)] * absent,
+        grid,
+        HAS_ZERO=weights[0].zero is not None,
+    )
+    return [Product(of_weight, x.scale) for of_weight in parts[: len(weights)]]
+
+
+def add_product(x: Float[Array, "M N"], rows: Rows, weight: Weight) -> Float[Array, "M N"]:
+    """`Product.added_to(x)` for the product of rows and a weight, in the launch that multiplies.
+
+    The last program of each block of channels adds up the parts, always in the same order.
+    """
+    from coat_jax.kernels.triton.int4 import add_product_tile
+
+    if x.shape[1] > COUNTS * SCHEDULE.rows:
+        most = COUNTS * SCHEDULE.rows
+        raise ValueError(f"{x.shape=} has over {most} columns: use `products_of_few_rows`.")
+    arrays, part, grid = _launch_arguments(rows, [weight])
+    y, *_ = launch_sharded(
+        add_product_tile,
+        [*arrays, (rows.scale, "!m"), (x, "!m n0"), (rows.counts, "!counts")],
+        [("!m n0", x.dtype), (f"!k/{part} !m n0", jnp.float32), ("!counts", jnp.int32)],
+        lambda *shards: {**grid(*shards), "aliases": {7: 2}},  # counts
+        HAS_ZERO=weight.zero is not None,
+    )
+    return y
+
+
+def _launch_arguments(
+    x: Rows, weights: Sequence[Weight]
+) -> tuple[list[tuple[Array | None, str]], int, Callable[..., dict[str, Any]]]:
+    """The first inputs of a kernel, how many columns of x a program reads, and its grid."""
     rows, inputs = x.codes.shape
     channels = [weight.codes.shape[0] for weight in weights]
     blocks = sum(-(-of_weight // SCHEDULE.rows) for of_weight in channels)
@@ -112,7 +157,7 @@ def products_of_few_rows(x: Rows, weights: Sequence[Weight]) -> list[Product]:
     width = max(SCHEDULE.columns, 1 << (rows - 1).bit_length())
     absent = MOST_WEIGHTS - len(weights)
 
-    def grid(shard: Array, *others: Array) -> dict[str, object]:
+    def grid(shard: Array, *others: Array) -> dict[str, Any]:
         # Of a shard; the codes of each weight are followed by scales and zeros.
         own = [codes.shape[0] for codes in others[1::3][: len(weights)]]
         # Two groups are the 128 neighbouring bytes that memory gives at once.
@@ -134,15 +179,7 @@ def products_of_few_rows(x: Rows, weights: Sequence[Weight]) -> list[Product]:
             (weight.scale, of_groups),
             (weight.zero, of_groups),
         ]
-    parts = launch_sharded(
-        few_rows_tile,
-        arrays + [(None, "")] * (3 * absent),
-        [(f"k/{part} !m n{i}", jnp.float32) for i in range(len(weights))]
-        + [("", jnp.float32)] * absent,
-        grid,
-        HAS_ZERO=weights[0].zero is not None,
-    )
-    return [Product(of_weight, x.scale) for of_weight in parts[: len(weights)]]
+    return arrays, part, grid
 
 
 def _groups_of_a_part(groups: int, blocks: int) -> int:

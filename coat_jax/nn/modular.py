@@ -62,10 +62,10 @@ class ModularAttention(Attention):
         ):
             return super().decode(x, positions, visible)
         norm = None if self.norm is None else self.norm.as_op_norm()
-        y, new = few_rows.attention(
-            x, norm, arrays.weights, arrays.biases, self.rotary, positions, visible
+        where = self.rotary, positions, visible
+        return few_rows.attention(
+            x, norm, arrays.weights, arrays.biases, *where, residual=self.residual
         )
-        return x + y if self.residual else y, new
 
     def _attend(
         self, x: Float[Array, "B S D"], positions: Array | None, segments: Array | None
@@ -97,12 +97,13 @@ class ModularGatedMLP(GatedMLP):
             and few_rows.runs(x, arrays.weights, arrays.activations)
         ):
             norm = None if self.norm is None else self.norm.as_op_norm()
-            y = few_rows.gated_mlp(x, norm, arrays.weights, arrays.biases, self.activation)
-        else:
-            n = x if self.norm is None else self.norm(x)
-            gate, up = apply_all((self.gate, self.up), n)
-            hidden = ops.activate(gate, up, activation=self.activation, precision=self.precision)
-            y = self.down(hidden)
+            return few_rows.gated_mlp(
+                x, norm, arrays.weights, arrays.biases, self.activation, residual=self.residual
+            )
+        n = x if self.norm is None else self.norm(x)
+        gate, up = apply_all((self.gate, self.up), n)
+        hidden = ops.activate(gate, up, activation=self.activation, precision=self.precision)
+        y = self.down(hidden)
         return x + y if self.residual else y
 
 

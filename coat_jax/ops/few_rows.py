@@ -39,8 +39,10 @@ def gated_mlp(
     weights: Sequence[Quantized],
     biases: Sequence[Float[Array, " N"] | None],
     activation: str,
+    *,
+    residual: bool,
 ) -> Float[Array, "*rows D"]:
-    """(act(norm(x) gate) * (norm(x) up)) down.
+    """x + (act(norm(x) gate) * (norm(x) up)) down.
 
     Args:
         x: the input, few rows.
@@ -48,9 +50,11 @@ def gated_mlp(
         weights: gate, up and down.
         biases: theirs.
         activation: one that has a kernel.
+        residual: whether x is added to the result.
     """
     gate, up = _products(few_rows.normalize(_as_rows(x), norm), weights[:2], biases[:2])
-    return _last(few_rows.activate(gate, up, activation), weights[2], biases[2], x)
+    hidden = few_rows.activate(gate, up, activation)
+    return _last(hidden, weights[2], biases[2], x, residual)
 
 
 def attention(
@@ -61,6 +65,8 @@ def attention(
     rotary: Rotary,
     positions: Int[Array, "B 1"],
     visible: Visible,
+    *,
+    residual: bool,
 ) -> tuple[Float[Array, "B 1 D"], Past]:
     """Attention of one new token of each text, and its keys and values.
 
@@ -72,6 +78,7 @@ def attention(
         rotary: how queries and keys are rotated.
         positions: of the tokens.
         visible: the slots that they attend to.
+        residual: whether x is added to the result.
     """
     keys = visible.past.keys
     width, kv_heads = _head_width(visible.past), keys.codes.shape[2]
@@ -80,7 +87,7 @@ def attention(
     q, new = few_rows.store_heads(products, *angles, format_of_cache(keys), x.dtype)
     grouped = q.reshape(x.shape[0], kv_heads, -1, width)
     parts = attention_to_past.attend_in_parts(grouped, new, in_range(visible), width**-0.5)
-    return _last(few_rows.combine(*parts), weights[3], biases[3], x), new
+    return _last(few_rows.combine(*parts), weights[3], biases[3], x, residual), new
 
 
 def has_kernels(past: Past) -> bool:
@@ -103,10 +110,18 @@ def _products(
 
 
 def _last(
-    hidden: int4.Rows, weight: Quantized, bias: Float[Array, " N"] | None, x: Float[Array, "..."]
-) -> Float[Array, "..."]:
-    (product,) = _products(hidden, [weight], [bias])
-    return product.total().reshape(*x.shape[:-1], -1).astype(x.dtype)
+    hidden: int4.Rows,
+    weight: Quantized,
+    bias: Float[Array, " N"] | None,
+    x: Float[Array, "*rows D"],
+    residual: bool,
+) -> Float[Array, "*rows D"]:
+    if residual and bias is None:
+        y = int4.add_product(_as_rows(x), hidden, weight.in_int4())
+    else:
+        (product,) = _products(hidden, [weight], [bias])
+        y = product.added_to(_as_rows(x)) if residual else product.total().astype(x.dtype)
+    return y.reshape(*x.shape[:-1], -1)
 
 
 def _head_width(past: Past) -> int:

@@ -1,5 +1,7 @@
 """What is between products in INT4 against its references: laws for the interpreter and the GPU."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -107,8 +109,9 @@ class FewRowsLaws:
         make_modular(mlp, quantized)
         arrays = arrays_of(mlp, "gate", "up", "down")
         x = normal(0, *rows, 256)
-        got = jax.jit(layers.gated_mlp, static_argnums=4)(x, mlp.norm.as_op_norm(), *arrays, "silu")
-        assert_near(got, mlp(x) - x)
+        fast = jax.jit(partial(layers.gated_mlp, activation="silu"), static_argnames="residual")
+        for residual, wanted in ((True, mlp(x)), (False, mlp(x) - x)):
+            assert_near(fast(x, mlp.norm.as_op_norm(), *arrays, residual=residual), wanted)
 
     @pytest.mark.parametrize("format", FORMATS)
     def test_attention_is_that_of_its_ops(self, format):
@@ -124,11 +127,13 @@ class FewRowsLaws:
         _, past, _ = draw(3, 150, 2, 2, 64, format)
         x, first = normal(0, 3, 1, 256), jnp.array([0, 70, 128])
         where = (141 - first)[:, None], ops.Visible(past, 1, first, 141)
-        fast = jax.jit(layers.attention, static_argnums=4)
-        got, new = fast(x, attention.norm.as_op_norm(), *arrays, attention.rotary, *where)
-        wanted, stored = attention.decode(x, *where)
-        assert_near(got, wanted - x)
-        assert jax.tree.map(jnp.shape, new) == jax.tree.map(jnp.shape, stored)
+        fast = jax.jit(layers.attention, static_argnums=4, static_argnames="residual")
+        inputs = x, attention.norm.as_op_norm(), *arrays, attention.rotary, *where
+        after, stored = attention.decode(x, *where)
+        for residual, wanted in ((True, after), (False, after - x)):
+            got, new = fast(*inputs, residual=residual)
+            assert_near(got, wanted)
+            assert jax.tree.map(jnp.shape, new) == jax.tree.map(jnp.shape, stored)
 
 
 def quantized(name, weight, bias):

@@ -1,5 +1,7 @@
 """The kernel of INT4 weights against its reference: laws for the interpreter and the GPU."""
 
+from functools import reduce
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,3 +59,38 @@ class Int4Laws:
         for weight, got in zip(weights, together(x, weights), strict=True):
             exact = np.asarray(x, np.float64) @ np.asarray(four_bits.values(*weight), np.float64).T
             assert np.abs(got - exact).max() < 2**-10 * np.abs(exact).max()
+
+    @pytest.mark.parametrize("zero", [False, True])
+    @pytest.mark.parametrize("rows", [1, 5, 33])
+    @pytest.mark.parametrize("number", [0, 1])
+    def test_a_product_is_added_in_its_launch(self, rows, number, zero):
+        """To the last bit in BF16 and FP16; with FP32, GPUs may multiply and add in one step."""
+        channels, inputs = self.sizes[number]
+        weight = weight_of(channels, inputs, zero)
+        x = int4.Rows.of(rows_of(rows, inputs), jnp.linspace(0.5, 2, rows) / 512)
+        stream = jax.random.normal(jax.random.key(2), (rows, channels))
+        (product,) = jax.jit(int4.products_of_few_rows)(x, [weight])
+        assert len(product.parts) > 1
+        in_order = reduce(np.add, np.asarray(product.parts)) * np.asarray(x.scale)[:, None]
+        add = jax.jit(int4.add_product)
+        assert str(jax.make_jaxpr(add)(stream, x, weight)).count("triton_kernel[") == 1
+        for dtype, tolerance in (("bfloat16", 0), ("float16", 0), ("float32", 1e-6)):
+            before = stream.astype(dtype)
+            got, wanted = add(before, x, weight), np.asarray(before) + in_order.astype(before.dtype)
+            assert got.dtype == wanted.dtype
+            got, wanted = np.float32(got), np.float32(wanted)
+            np.testing.assert_allclose(got, wanted, tolerance, tolerance)
+            # XLA may leave out the rounding of the product, or add the parts in another order.
+            near = np.float32(product.added_to(before))
+            np.testing.assert_allclose(got, near, 0, 2**-7 * np.abs(in_order).max())
+
+    def test_rows_can_be_added_to_several_streams(self):
+        """A launch counts its programs, from 0."""
+        x = int4.Rows.of(rows_of(2, 256), jnp.ones(2))
+        weight, streams = weight_of(96, 256), jnp.arange(4 * 2 * 96.0).reshape(4, 2, 96)
+
+        def all_of_them(x, weight):
+            return jnp.stack([int4.add_product(stream, x, weight) for stream in streams])
+
+        got = jax.jit(all_of_them)(x, weight) - streams
+        np.testing.assert_allclose(got, jnp.broadcast_to(got[:1], got.shape), rtol=1e-4, atol=1e-2)

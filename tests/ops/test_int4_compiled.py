@@ -1,13 +1,16 @@
 """A linear layer in INT4 as compiled for Hopper: one kernel for few rows, FP8 for many."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
-from hopper import COMPILED, kernel_calls, kernels, spilled_bytes
+from hopper import COMPILED, copies, kernel_calls, kernels, spilled_bytes
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from coat_jax import ops
+from coat_jax.kernels import few_rows, int4
 from coat_jax.ops.quantized import quantized_linears
 from experiments.hopper import OPTIONS, compile_for, hopper_mesh, there
 
@@ -57,6 +60,30 @@ def test_weights_of_one_input_share_a_kernel(weights, spec, tmp_path):
     assert "mma" in ptx
     assert "cp.async" in ptx  # loads of later steps are under way
     assert spilled_bytes(ptx, tmp_path) == 0
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_parts_are_stored_before_they_are_counted(rows, tmp_path):
+    """By all threads, and no other copy of the counts is made."""
+    mesh = hopper_mesh((1,), ("x",))
+
+    def array(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, WHOLE))
+
+    def layer(x, hidden, *weight):
+        return int4.add_product(x, few_rows.normalize(hidden, None), int4.Weight(*weight, None))
+
+    stream, hidden = array((rows, N), jnp.bfloat16), array((rows, K), jnp.bfloat16)
+    weight = array((N, K // 2), jnp.uint8), array((N, K // 128), jnp.bfloat16)
+    with there():
+        compiled = compile_for(mesh, layer, stream, hidden, *weight, compiler_options=OPTIONS)
+    assert copies(compiled) == 0
+    _, ptx = kernels(compiled)
+    assert spilled_bytes(ptx, tmp_path) == 0
+    before, after = re.split(r"atom\.global\.gpu\.acq_rel\.add", ptx)
+    order = re.compile(r"(st|ld)\.global|(bar)\.sync")
+    assert order.findall(before)[-1] == ("", "bar")
+    assert order.findall(after)[0] == ("", "bar")
 
 
 def test_many_rows_are_one_product_in_fp8():

@@ -19,31 +19,34 @@ GROUP = tl.constexpr(128)
 
 @triton.jit
 def normalize_and_round_row(
-    x, scale, shift, codes, row_scale, sums, NORM: tl.constexpr, ROW: tl.constexpr, F8: tl.constexpr
-):
+    x, scale, shift, codes, row_scale, sums, counts, NORM: tl.constexpr, ROW: tl.constexpr,
+    F8: tl.constexpr,
+):  # fmt: skip
     column = tl.arange(0, ROW.width)
     where = x + tl.program_id(0) * ROW.columns + column
     v = tl.load(where, mask=column < ROW.columns, other=0.0).to(tl.float32)
     if NORM is not None:
         v, _, _ = normalize_row(v, scale, shift, column, NORM)
         v = tl.where(column < ROW.columns, v, 0.0)
-    round_row(v, codes, row_scale, sums, ROW, F8)
+    round_row(v, codes, row_scale, sums, counts, ROW, F8)
 
 
 @triton.jit
 def activate_and_round_row(
-    gate, up, product_scale, codes, row_scale, sums, ACT: tl.constexpr, ROW: tl.constexpr,
+    gate, up, product_scale, codes, row_scale, sums, counts, ACT: tl.constexpr, ROW: tl.constexpr,
     F8: tl.constexpr,
 ):  # fmt: skip
     scale = tl.load(product_scale + tl.program_id(0))
     a, _ = activation(scale * add_parts(gate, ROW), ACT)
-    round_row(a * (scale * add_parts(up, ROW)), codes, row_scale, sums, ROW, F8)
+    v = a * (scale * add_parts(up, ROW))
+    round_row(v, codes, row_scale, sums, counts, ROW, F8)
 
 
 @triton.jit
 def combine_and_round_row(
-    o, log_sums, codes, row_scale, sums, HEADS: tl.constexpr, ROW: tl.constexpr, F8: tl.constexpr
-):
+    o, log_sums, codes, row_scale, sums, counts, HEADS: tl.constexpr, ROW: tl.constexpr,
+    F8: tl.constexpr,
+):  # fmt: skip
     """A row of attention: the mean of its parts, each weighted by its sum of exponentials."""
     WIDTH: tl.constexpr = HEADS.width
     COLUMNS: tl.constexpr = ROW.width
@@ -67,7 +70,7 @@ def combine_and_round_row(
         where = o + head[:, None] * WIDTH + h[None, :]
         weighted += weight[:, None] * tl.load(where, mask=there[:, None], other=0.0)
     v = tl.reshape(weighted / total[:, None], [COLUMNS])
-    round_row(v, codes, row_scale, sums, ROW, F8)
+    round_row(v, codes, row_scale, sums, counts, ROW, F8)
 
 
 @triton.jit
@@ -84,8 +87,11 @@ def add_parts(parts, ROW: tl.constexpr):
 
 
 @triton.jit
-def round_row(v, codes, row_scale, sums, ROW: tl.constexpr, F8: tl.constexpr):
-    """Stores the codes of a row with zeros past its end, its scale, and the sums of its groups."""
+def round_row(v, codes, row_scale, sums, counts, ROW: tl.constexpr, F8: tl.constexpr):
+    """Stores the codes of a row with zeros past its end, its scale, and the sums of its groups.
+
+    The first row also sets the counts of the product that follows to 0.
+    """
     GROUPS: tl.constexpr = ROW.width // GROUP
     row, column = tl.program_id(0), tl.arange(0, ROW.width)
     top = finite_or_nan(tl.max(magnitude_bits(v), axis=0).to(tl.float32, bitcast=True))
@@ -98,6 +104,8 @@ def round_row(v, codes, row_scale, sums, ROW: tl.constexpr, F8: tl.constexpr):
     of_group = tl.sum(tl.reshape(through_fp8(v, dtype), [GROUPS, GROUP]), axis=1)
     used: tl.constexpr = ROW.columns // GROUP
     tl.store(sums + group * ROW.rows + row, of_group / 64, mask=group < used)
+    COUNTS: tl.constexpr = ROW.counts
+    tl.store(counts + tl.arange(0, COUNTS), tl.zeros([COUNTS], tl.int32), mask=row == 0)
 
 
 @triton.jit

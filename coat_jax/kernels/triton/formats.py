@@ -35,6 +35,12 @@ def round_to_bf16(y):
 
 
 @triton.jit
+def round_to(y, dtype: tl.constexpr):
+    """y in BF16, FP16 or FP32."""
+    return round_to_bf16(y) if dtype == tl.bfloat16 else y.to(dtype)
+
+
+@triton.jit
 def through_fp8(y, dtype: tl.constexpr):
     """What the result of `round_to_fp8` becomes in a cast to FP8 and back."""
     if FAST:

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from coat_jax.kernels.triton.arithmetic import FAST
+from coat_jax.kernels.triton.formats import round_to
 
 HALF = tl.constexpr(64)  # of a group
 
@@ -33,6 +34,34 @@ def few_rows_tile(
     elif SPEC.channels_3 > 0:
         i -= third
         multiply_block(x, sums, codes_3, scale_3, zero_3, out_3, i, SPEC.channels_3, HAS_ZERO, SPEC)
+
+
+@triton.jit
+def add_product_tile(
+    x, sums, codes, scale, zero, row_scale, residual, counts_before, out, parts, counts,
+    HAS_ZERO: tl.constexpr, SPEC: tl.constexpr,
+):  # fmt: skip
+    """A block of one weight over a part of the inputs; the block's last program adds all parts."""
+    blocks: tl.constexpr = (SPEC.channels + SPEC.height - 1) // SPEC.height
+    PARTS: tl.constexpr = (SPEC.inputs + SPEC.part - 1) // SPEC.part
+    i = tl.program_id(0)
+    multiply_block(x, sums, codes, scale, zero, parts, i, SPEC.channels, HAS_ZERO, SPEC)
+    # Only one thread counts, and it must not do so before the others have stored their numbers.
+    tl.debug_barrier()
+    if tl.atomic_add(counts + i % blocks, 1) == PARTS - 1:
+        HEIGHT: tl.constexpr = SPEC.height
+        WIDTH: tl.constexpr = SPEC.width
+        m, n = tl.arange(0, WIDTH)[:, None], i % blocks * HEIGHT + tl.arange(0, HEIGHT)[None, :]
+        there, where = (m < SPEC.rows) & (n < SPEC.channels), m * SPEC.channels + n
+        total = tl.zeros([WIDTH, HEIGHT], tl.float32)
+        for part in tl.static_range(PARTS):
+            of_part = parts + part * SPEC.rows * SPEC.channels
+            total += tl.load(of_part + where, mask=there, other=0.0)
+        total *= tl.load(row_scale + m, mask=m < SPEC.rows, other=0.0)
+        dtype: tl.constexpr = out.dtype.element_ty
+        before = tl.load(residual + where, mask=there, other=0.0).to(tl.float32)
+        y = before + round_to(total, dtype).to(tl.float32)
+        tl.store(out + where, round_to(y, dtype), mask=there)
 
 
 @triton.jit
