@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Float
 
 from coat_jax.models.video import VideoTransformer
+from experiments.row_files import rounded
 
 SHAPES = ("square", "disk", "cross", "ring")
 COLORS = {
@@ -83,7 +84,7 @@ def losses_by_time(model: VideoTransformer, videos: Sequence[Video], batch: int)
         key = jax.random.key(first)
         errors = [error(model, *some, key, jnp.float32(time)) for time in TIMES]
         sums += len(some[0]) * np.array(errors, np.float64)
-    return [float(f"{total / len(videos):.6g}") for total in sums]
+    return [rounded(total / len(videos)) for total in sums]
 
 
 def to_pixels(videos: Any, enlarged: int = 1, gap: int = 0) -> np.ndarray:

@@ -38,6 +38,11 @@ def write(path: Path, rows: Iterable[Row]) -> None:
     writing.replace(path, f'{{"runs": [\n{lines}\n]}}\n')
 
 
+def rounded(value: float) -> float:
+    """A measured number as rows have it, with six digits."""
+    return float(f"{value:.6g}")
+
+
 def parents() -> dict[str, Any]:
     """Where a row that this process measures comes from."""
     found = records.parents()

@@ -22,8 +22,8 @@ from experiments.loss_study import operands
 from experiments.loss_study import text as texts
 from experiments.loss_study.arm import optimizer_of, train_config
 from experiments.loss_study.rows import placed_rows
-from experiments.loss_study.training import Trained, held_out, rounded, told_by, train
-from experiments.row_files import Row
+from experiments.loss_study.training import Trained, held_out, told_by, train
+from experiments.row_files import Row, rounded
 from experiments.study.study import Job
 from experiments.study.worker import each
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Int
 from coat_jax import BF16, Precision, models, ops
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.data import Batch
+from experiments.row_files import rounded
 
 
 def routes_of(
@@ -33,9 +34,9 @@ def routes_of(
         for batch in batches:
             chosen, other = own(params, batch), in_bf16(params, batch)
             same = jnp.any(chosen[..., None] == other[..., None, :], axis=-1)
-            changed.append(float(f"{1 - float(jnp.mean(same)):.6g}"))
+            changed.append(rounded(1 - float(jnp.mean(same))))
             load = jax.nn.one_hot(chosen, config.model.experts.count).mean((1, 2, 3))
-            largest.append(float(f"{float((load.max(1) / load.mean(1)).mean()):.6g}"))
+            largest.append(rounded(float((load.max(1) / load.mean(1)).mean())))
     return {"changed_choices": changed, "largest_load": largest}
 
 

@@ -42,7 +42,7 @@ from experiments.loss_study.arm import (
 from experiments.loss_study.routes import routes_of
 from experiments.loss_study.rows import held_out_batches, placed_rows, row_order
 from experiments.loss_study.saved import saving
-from experiments.row_files import Row
+from experiments.row_files import Row, rounded
 from experiments.study.study import Job, Stopped
 from experiments.study.worker import say
 
@@ -252,8 +252,3 @@ def losses_in(
 def mean_loss(found: Loss) -> float:
     """The loss of one batch, for a row."""
     return rounded(float(found.sum) / int(found.count))
-
-
-def rounded(value: float) -> float:
-    """A number, rounded to six digits."""
-    return float(f"{value:.6g}")

@@ -25,8 +25,8 @@ from experiments.drawn_videos import (
     to_pixels,
     video,
 )
-from experiments.loss_study.training import perturbed, rounded
-from experiments.row_files import Row
+from experiments.loss_study.training import perturbed
+from experiments.row_files import Row, rounded
 from experiments.study.study import Job
 from experiments.study.worker import say
 from experiments.video_study.arms import AFTERWARDS, ARMS, SHAPES, SIZES, Arm, Settings, Size

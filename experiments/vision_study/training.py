@@ -23,8 +23,8 @@ from coat_jax.training.data.picture_rows import row_of_questions
 from coat_jax.training.setup import prepare
 from coat_jax.training.step import held_out_step
 from experiments import row_files
-from experiments.loss_study.training import mean_loss, perturbed, rounded
-from experiments.row_files import Row
+from experiments.loss_study.training import mean_loss, perturbed
+from experiments.row_files import Row, rounded
 from experiments.study.study import Job, Stopped
 from experiments.study.worker import say
 from experiments.vision_study.arms import ARMS, SIZES, Arm, Settings, Size
