@@ -1,7 +1,6 @@
 """The kernels compile for GPUs that no test runs on: Ada and Blackwell."""
 
 import zlib
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -50,8 +49,8 @@ def lower_all_kernels(mesh):
     for cache in FORMATS:
         stored = jax.eval_shape(lambda cache=cache: draw(2, 128, 2, 4, 64, cache, "bfloat16"))
         q, past, new = jax.tree.map(lambda x: x.update(sharding=NamedSharding(mesh, P())), stored)
-        attend = partial(ops.attention_to_past, first=np.zeros(2, np.int32), filled=9)
-        jax.jit(attend).lower(q, past, new)
+        visible = ops.Visible(past, 0, np.zeros(2, np.int32), 9)
+        jax.jit(ops.attention_to_past).lower(q, new, visible)
     for tx in (
         coat.optax.fp8_adamw(1e-3, implementation="triton"),
         coat.optax.fp8_adamw(1e-3, implementation="triton", storage=coat.storage.PAPER),
