@@ -1,16 +1,17 @@
-"""Products of rows in groups, each group with a weight of its own: what experts compute.
+"""Matrix products for a mixture of experts: rows in groups, each with a weight of its own.
 
     product              y[r] = x[r] w_e                    for every row r of every expert e
     product_transposed   dx[r] = sum_i dy_i[r] w_i,e^T
     outer_product        dw_e = sum over the rows r of e of x[r]^T dy[r]
 
-How many rows an expert has is known only at run time, so the kernels have programs for the most
-blocks that there can be. They read rows of x where the tokens are: nothing is sorted in memory but
-the transposed operands of `outer_product` (`gather_transposed`), which Hopper needs contiguous
+How many rows an expert has is known only at run time, so a kernel is launched with programs for
+the largest possible number of blocks. It reads each token from its place in x. Only the transposed
+operands of `outer_product` are sorted in memory (`gather_transposed`): Hopper needs them contiguous
 along the rows.
 
-As in `gemm`, an operand has one scale, and sums of FP8 lose up to 2^-13 for every 32 products. The
-sums of a group may be long, so `outer_product` adds up parts of PART rows in FP32.
+As in `gemm`, an operand has one scale, and a sum of FP8 products loses up to 2^-13 for every 32 of
+them. A group may have many rows, so `outer_product` sums PART rows at a time, and adds these sums
+in FP32.
 """
 
 import functools
@@ -41,14 +42,14 @@ class Plan(NamedTuple):
     height: int  # rows of a program's block of the result
     width: int  # columns
     depth: int  # bytes of each row that one step of the loop reads
-    together: int  # blocks of rows that share the columns they read
+    together: int  # blocks of rows whose programs run side by side, on the same columns
     warps: int
     stages: int
 
 
 PRODUCT = Plan(128, 256, 128, 8, 8, 3)
 OUTER = Plan(128, 256, 128, 8, 8, 4)
-LITTLE_MEMORY = Plan(128, 128, 128, 8, 8, 2)  # for GPUs whose processors share less than 100 KB
+LITTLE_MEMORY = Plan(128, 128, 128, 8, 8, 2)  # for GPUs with less than 100 KB of shared memory
 GATHER = Tile(128, 64, 4)
 
 
@@ -57,7 +58,7 @@ class Spec(NamedTuple):
 
     experts: int
     rows: int
-    inputs: int  # that a product sums over
+    inputs: int  # columns that a product sums over
     outputs: int
     expert_stride: int  # of the weight
     output_stride: int
@@ -98,12 +99,12 @@ def product(
     """x w_e for weights [E, K, N], zero in empty rows.
 
     Args:
-        x: rows [R, K]; or tokens [T, K], with `of_tokens`.
-        w: in FP8, the kernel takes it transposed, [N, E, K].
+        x: rows [R, K], or tokens [T, K] with `of_tokens`.
+        w: for the FP8 kernel transposed, [N, E, K].
         groups: of the rows.
         dtype: of the result.
         implementation: "xla" or "triton".
-        of_tokens: whether x is in the order of tokens.
+        of_tokens: whether x is in the order of tokens, not of rows.
     """
     if w.transposed is None:
         return _product([x], [w], "!e !k n", groups, dtype, implementation, of_tokens)
@@ -122,7 +123,7 @@ def product_transposed(
 ) -> Float[Array, "R K"]:
     """The sum of dy_i w_i,e^T for weights [E, K, N], zero in empty rows.
 
-    All of dy must have one scale, and all of w: the kernel adds their products before it scales.
+    All dy_i must have one scale, and all w_i, too: the kernel scales the sum.
     """
     return _product(dy, w, "!e n !k", groups, dtype, implementation, of_tokens)
 
@@ -130,7 +131,7 @@ def product_transposed(
 def outer_product(
     x: Operand, dy: Operand, groups: Groups, dtype: DTypeLike, implementation: Implementation
 ) -> Float[Array, "E K N"]:
-    """x_e^T dy_e, summed over the rows of each expert. In FP8, kernels take both transposed."""
+    """x_e^T dy_e, summed over the rows of each expert. The FP8 kernel takes both transposed."""
     if implementation == "xla":
         return _ragged(_matrix(x.values), _matrix(dy.values), groups, (0, 0), _scale(x, dy), dtype)
     from coat_jax.kernels.triton.grouped import outer_product_tile
@@ -154,7 +155,7 @@ def outer_product(
 
 
 def gather_transposed(x: Float[Array, "T D"], groups: Groups) -> Float[Array, "D R"]:
-    """The rows of tokens, transposed: FP8 codes, zero in empty rows."""
+    """FP8 codes of tokens in the order of rows, transposed; zero in empty rows."""
     from coat_jax.kernels.triton.grouped import gather_transposed_tile
 
     rows = groups.choices.shape[0]
@@ -212,12 +213,12 @@ def _product(
 
 
 def _fitting(plan: Plan) -> Plan:
-    """The plan itself on Hopper, B200 and B300."""
+    """The plan for this GPU: the given one on Hopper, B200 and B300."""
     return plan if dispatch.target_capability() // 10 in (9, 10) else LITTLE_MEMORY
 
 
 def _stride(shape: Sequence[int], axes: str, axis: str) -> tuple[int, int]:
-    """The size of one of the named axes, and how far its numbers are apart."""
+    """The size and the stride of one of the named axes."""
     at = axes.replace("!", "").split().index(axis)
     return shape[at], math.prod(shape[at + 1 :])
 
@@ -251,7 +252,7 @@ def _ragged(
     scale: Float[Array, ""] | None,
     dtype: DTypeLike,
 ) -> Array:
-    """A product through XLA, summed over these axes; of codes in FP32."""
+    """A product by XLA, summed over these axes of x and w. Codes are multiplied in FP32."""
     assert w is not None
     over_rows = summed == (0, 0)
     numbers = lax.RaggedDotDimensionNumbers(

@@ -1,11 +1,12 @@
 """Tokens sorted by the experts that they chose, and sums over each token's choices.
 
-    x, in the order of tokens     [T, D]
-    rows, in that of experts      [R, D]    k rows for each token
+    x, in the order of tokens        [T, D]
+    rows, in the order of experts    [R, D]    k rows for each token
 
-A group of rows, those of one expert, begins at a multiple of ALIGNED rows where kernels read codes
-along the rows: a load of 16 codes must be aligned. The rows in between are empty, and zero. How
-many rows there are at most is known beforehand, how many an expert has only at run time.
+The rows of an expert are a group. If kernels read codes along the rows, each group begins at a
+multiple of ALIGNED rows, because a load of 16 codes must be aligned. The rows between groups are
+empty: they are zero. An upper bound R of the number of rows is known when a program is traced; how
+many an expert has, only at run time.
 """
 
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ class Groups(NamedTuple):
     """Tokens in the order of their experts; those of one expert in their own order.
 
     Attributes:
-        choices: the number t * k + j of the choice in each row; -1 in empty rows.
+        choices: the index t * k + j of the choice in each row; -1 in empty rows.
         places: the row of each choice.
         starts: the first row of each expert, and the end of the last one.
     """
@@ -45,7 +46,7 @@ class Groups(NamedTuple):
 
     @property
     def sizes(self) -> Int32[Array, " E"]:
-        """The rows of each expert, with the empty rows at their end."""
+        """How many rows each expert has, with the empty ones at its end."""
         return jnp.diff(self.starts)
 
     def of_tokens(self, x: Float[Array, "T ..."]) -> Float[Array, "R ..."]:
@@ -58,7 +59,7 @@ class Groups(NamedTuple):
 
 
 def rows_of(choices: int, experts: int, aligned: int) -> int:
-    """How many rows hold all choices, however they are distributed."""
+    """How many rows suffice for all choices, however these are distributed."""
     most = choices + (aligned - 1) * min(experts, choices)
     return most // aligned * aligned
 
@@ -69,10 +70,10 @@ def group(experts: Int[Array, "T k"], count: int, aligned: int = ALIGNED) -> Gro
     Args:
         experts: of each token, from 0 to count - 1.
         count: how many experts there are.
-        aligned: a group begins at a multiple of as many rows.
+        aligned: each group begins at a multiple of this number of rows.
     """
     chosen = experts.reshape(-1).astype(jnp.int32)
-    # Counted, block by block, which takes a fifth of the time of a sort.
+    # Counting choices, block by block, takes a fifth of the time of sorting them.
     blocks = jnp.pad(chosen, (0, -chosen.size % BLOCK), constant_values=count).reshape(-1, BLOCK)
     number = jnp.arange(BLOCK, dtype=jnp.int32)
     alike = (blocks[:, :, None] == blocks[:, None, :]) & (number[:, None] > number)
@@ -101,7 +102,7 @@ def combine(
     wide = None if weights is None else weights.astype(jnp.float32)
     if implementation == "xla":
         total = jnp.zeros((tokens, rows.shape[1]), jnp.float32)
-        # A sum over an axis of rows[places] would have this array, of all choices, in memory.
+        # Summing rows[places] over an axis would put that array, of all choices, in memory.
         for j in range(choices):
             share = rows[groups.places[:, j]].astype(jnp.float32)
             total += share if wide is None else share * wide[:, j, None]
@@ -119,5 +120,5 @@ def combine(
 
 
 def _at(x: Array, rows: Int32[Array, " R"]) -> Array:
-    """These rows of x, zero where -1."""
+    """These rows of x; zero for row -1."""
     return x.at[rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)

@@ -15,12 +15,12 @@ from coat_jax.nn.parameters import UNSHARDED, MeshAxes, value_of, weight
 from coat_jax.ops.routing import Scores
 from coat_jax.precision import COAT, Precision, precision_of
 
-# The inputs of one expert, not of all, decide how large its weights are.
+# Initial weights are scaled by the number of inputs of one expert, not of all together.
 OF_EACH = nnx.initializers.lecun_normal(batch_axis=0)
 
 
 class Routing(NamedTuple):
-    """How a router divided a batch among experts, with a first axis over layers in those of many.
+    """How a router divided a batch among experts. L is an axis over layers, if there are several.
 
     Attributes:
         load: how many tokens each expert has.
@@ -34,7 +34,7 @@ class Routing(NamedTuple):
 
 
 class SelectionBias(nnx.Variable):
-    """Numbers for experts that have no gradient: see `coat.ops.route`."""
+    """A bias for each expert, without a gradient: see `coat.ops.route`."""
 
 
 class ExpertMLP(nnx.Module):
@@ -45,11 +45,11 @@ class ExpertMLP(nnx.Module):
 
     Args:
         width: columns of the input and of the output.
-        hidden: columns between them, of each expert.
+        hidden: columns between them, in each expert.
         count: how many experts there are.
         has_bias: whether there is a bias.
         axes: the mesh axes over which the parameters are sharded.
-        batch_axes: those over which the first axis of x is.
+        batch_axes: the mesh axes over which the first axis of x is sharded.
         param_dtype: their dtype.
         rngs: where their random numbers come from.
 
@@ -58,8 +58,8 @@ class ExpertMLP(nnx.Module):
         router: a weight [width, count].
         gate, up: weights [count, width, hidden].
         down: a weight [count, hidden, width].
-        bias: [count], added to the scores that decide which experts are chosen; or None. It begins
-            with zeros, and whoever trains the model changes it.
+        bias: [count], added to the scores that decide which experts are chosen; or None. It starts
+            at zero, and the training step changes it.
         chosen: how many experts a token passes through.
         scores, normalized: see `coat.ops.route`.
         activation: a name in `coat.ops.ACTIVATIONS`.
@@ -114,8 +114,8 @@ class ExpertMLP(nnx.Module):
 
         Args:
             x: the residual stream.
-            segments: the number of each token's document; `Routing` leaves out those of 0, which
-                are padding.
+            segments: the number of each token's document. `Routing` leaves out segment 0, which
+                is padding.
         """
         n = x
         if self.norm is not None:

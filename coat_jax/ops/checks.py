@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from coat_jax.errors import UserError
+from coat_jax.kernels import routing
 from coat_jax.kernels.norm import Norm
 
 
@@ -61,3 +62,38 @@ def require_norm(name: str, columns: int, norm: Norm) -> None:
                 f"{name} got an input with {columns} columns and a norm with parameters of "
                 f"shape {part.shape}: it should be ({columns},)."
             )
+
+
+def require_experts(
+    x: Array, gate: Array, up: Array, down: Array, experts: Array, weights: Array
+) -> None:
+    """Raises unless these arguments of `grouped_mlp` have the right dtypes and shapes."""
+    for array in (x, gate, up, down, weights):
+        require_real("grouped_mlp", array)
+    if not jnp.issubdtype(experts.dtype, jnp.integer):
+        raise TypeError(f"experts are numbers of experts, integers, not {experts.dtype.name}.")
+    fits = x.ndim == 2 and gate.ndim == 3 and gate.shape[1] == x.shape[1] and gate.shape[0] > 0
+    if not fits or up.shape != gate.shape or down.shape != (*gate.shape[::2], x.shape[1]):
+        raise ValueError(
+            f"grouped_mlp takes x [T, D], gate and up [E, D, F] and down [E, F, D], not x "
+            f"{list(x.shape)}, gate {list(gate.shape)}, up {list(up.shape)} and down "
+            f"{list(down.shape)}."
+        )
+    if experts.ndim != 2 or len(experts) != len(x) or weights.shape != experts.shape:
+        raise ValueError(
+            f"experts {list(experts.shape)} and weights {list(weights.shape)} must be [{len(x)}, "
+            "k]: one for each choice of each token."
+        )
+
+
+def require_choices(experts: Array, tokens: int, count: int, aligned: int) -> None:
+    """Raises unless these are choices of `count` experts, whose rows for `tokens` fit 32 bits."""
+    choices = experts.shape[1]
+    if choices > count:
+        raise UserError(f"each token chooses {choices} experts, and there are {count}.")
+    if routing.rows_of(tokens * choices, count, aligned) > routing.MOST_ROWS:
+        raise UserError(
+            f"{tokens} tokens with {choices} experts each are more rows than 32 bits count, "
+            f"{routing.MOST_ROWS}. Use more microbatches, or more devices."
+        )
+    require_indices("an expert", experts, count)

@@ -1,4 +1,4 @@
-"""How a mesh divides the tokens and the experts of `grouped_mlp`."""
+"""How the tokens and the experts of `grouped_mlp` are sharded over a mesh."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,24 +8,25 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from coat_jax.errors import UserError
 from coat_jax.kernels.gemm import Operand
+from coat_jax.numerics.mesh_axes import shards
 
 
 class ExpertAxes(NamedTuple):
     """The mesh axes over which tokens and experts are sharded.
 
-    Along an axis of `tokens` alone, each device has tokens of its own and all experts. Along one
-    of `hidden` alone, all devices have the same tokens, and their results are added up. Along an
-    axis of both, the tokens of all devices are gathered, and the results summed and scattered.
+    Along an axis that is only in `tokens`, each device has tokens of its own and all columns. Along
+    one that is only in `hidden`, all devices have the same tokens, and their results are summed.
+    Along an axis in both, tokens are gathered, and results are summed and scattered.
 
-    The columns of each expert are divided among devices, rather than whole experts: if there are
-    not many more devices than a token has experts, it would be sent to nearly all of them anyway.
-    So no more bytes are sent, and all devices have the same work and memory, whatever the router
-    chooses.
+    Each device has some columns of every expert, rather than some whole experts. All devices then
+    have the same work and memory, whatever the router chooses. They send no more bytes: unless
+    there are many more devices than a token has experts, nearly all would need the token anyway.
 
     Attributes:
-        tokens: those over which the rows of x are sharded.
-        hidden: those over which the hidden columns of each expert are sharded.
+        tokens: the axes over which the rows of x are sharded.
+        hidden: the axes over which the hidden columns of each expert are sharded.
     """
 
     tokens: tuple[str, ...] = ()
@@ -43,19 +44,30 @@ class ExpertAxes(NamedTuple):
 
     @property
     def all(self) -> tuple[str, ...]:
-        """The axes of either kind."""
+        """All axes over which something is sharded."""
         return (*self.rows, *self.hidden)
 
     def on_mesh(self) -> "ExpertAxes":
-        """The axes along which the mesh that is set has several devices."""
+        """Those of the axes along which the current mesh has several devices."""
         mesh = jax.sharding.get_abstract_mesh()
         names = {a for a in mesh.axis_names if a not in mesh.manual_axes and mesh.shape[a] > 1}
         return ExpertAxes(*(tuple(a for a in axes if a in names) for axes in self))
 
-    def spec(self, axes: str) -> Any:
-        """The PartitionSpec of an array whose axes have these letters.
+    def require_columns(self, hidden: int, together: int) -> None:
+        """Raises unless `hidden` columns can be sharded in blocks of `together`."""
+        devices = shards(self.hidden, jax.sharding.get_abstract_mesh())
+        if devices > 1 and hidden % (devices * together):
+            raise UserError(
+                f"{hidden=} cannot be divided among the {devices} devices along "
+                f"{' and '.join(map(repr, self.hidden))} of the mesh in blocks of {together}: use "
+                f"fewer devices there, or a multiple of {devices * together}."
+            )
 
-        They are t for tokens, r for the rows of experts, f for hidden columns, and any others.
+    def spec(self, axes: str) -> Any:
+        """The PartitionSpec of an array, from a letter for each of its axes.
+
+        t stands for tokens, r for the rows of experts, f for hidden columns; others are not
+        sharded.
         """
         over = {"t": self.tokens, "r": self.rows, "f": self.hidden}
         return PartitionSpec(*(over.get(axis) or None for axis in axes))
@@ -66,13 +78,13 @@ class ExpertAxes(NamedTuple):
         return Operand(*map(self.spec, (axes, transposed, "", axes[:-1])))
 
     def shard(self, f: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
-        """`f`, computed by each device for its own tokens and columns."""
+        """Returns `f` as each device computes it, for its own tokens and columns."""
         if not any(self):
             return f
         return jax.shard_map(f, in_specs=inputs, out_specs=outputs, check_vma=False)
 
     def gather(self, tree: Any) -> Any:
-        """Arrays of tokens, with those of all devices along `gathered`."""
+        """Gathers arrays of tokens from all devices along `gathered`."""
 
         def whole(x: Array) -> Array:
             return lax.all_gather(x, self.gathered, tiled=True) if x.ndim else x
@@ -80,7 +92,7 @@ class ExpertAxes(NamedTuple):
         return jax.tree.map(whole, tree) if self.gathered else tree
 
     def reduce(self, x: Float[Array, "T N"]) -> Float[Array, "t N"]:
-        """The sum over `hidden`, of which each device gets its own tokens."""
+        """Sums over `hidden`; each device gets the results of its own tokens."""
         x = lax.psum(x, tuple(a for a in self.hidden if a not in self.tokens))
         return lax.psum_scatter(x, self.gathered, tiled=True) if self.gathered else x
 

@@ -2,14 +2,13 @@
 
     y[t] = sum_j weights[t, j] (act(x[t] gate_e) * (x[t] up_e)) down_e        e = experts[t, j]
 
-No token is dropped, however many choose an expert. Saved for the backward pass: x in FP8 as the
-products take it, once for each token and not for each choice; and of each choice the
-pre-activations, in FP8 blocks. The norm before and the residual sum are the caller's, whose router
-needs the norm, too.
+No token is dropped, however many choose an expert. Saved for the backward pass: x in FP8, as the
+products take it, once for each token; and the pre-activations of each choice, in FP8 blocks. The
+caller computes the norm, which its router needs too, and the residual sum.
 
-All experts share one scale, for gate and up together: FP8 has a range of 2^15, experts are of
-similar size, and scales per row have been found to change nothing. So a weight is rounded by one
-kernel, and the products with gate and up are added in one sum.
+All experts share one scale for gate and up, and one for down: E4M3 spans 2^15, experts have similar
+magnitudes, and scales per row do not change the loss. So one kernel rounds a weight of all experts,
+and one kernel sums both products of dx.
 """
 
 import math
@@ -23,26 +22,16 @@ from jaxtyping import Array, Float, Int
 
 from coat_jax.errors import UserError
 from coat_jax.kernels import gemm, grouped, int8, routing
-from coat_jax.kernels.activation import (
-    HAVE_KERNELS,
-    Activation,
-    activate,
-    activate_backward,
-    activation_backward,
-    gradient_bounds,
-    require_activation,
-)
+from coat_jax.kernels.activation import Activation, require_activation
 from coat_jax.kernels.dispatch import Implementation, choose
 from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.routing import Groups
-from coat_jax.numerics.blocks import Blocks
 from coat_jax.numerics.formats import E5M2, format_of
 from coat_jax.numerics.mesh_axes import shards
 from coat_jax.ops import recording
-from coat_jax.ops.checks import require_indices, require_real
-from coat_jax.ops.definition import batch_alike, define_op, like_first, restore
+from coat_jax.ops.checks import require_choices, require_experts
+from coat_jax.ops.definition import batch_alike, define_op, like_first
 from coat_jax.ops.expert_axes import UNSHARDED, ExpertAxes
-from coat_jax.ops.mlp import SavedActivation, save_activation
 from coat_jax.ops.projection import (
     Input,
     Layers,
@@ -52,11 +41,15 @@ from coat_jax.ops.projection import (
     gradient_operand,
     mode_of,
     quantize_input,
-    recompute_input,
+)
+from coat_jax.ops.saved_activation import (
+    SavedActivation,
+    save_activation,
+    weighted_activation_gradients,
 )
 from coat_jax.precision import COAT, Precision, precision_of
 
-COLUMNS = 16  # of FP8 codes, which kernels load together
+COLUMNS = 16  # FP8 codes that kernels load at once
 
 
 class Experts(NamedTuple):
@@ -68,7 +61,7 @@ class Experts(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Those of the weights; None if they are not rounded."""
+    """The scales of the weights; None if they are not rounded."""
 
     first: Float[Array, ""] | None  # of gate and up
     down: Float[Array, ""] | None
@@ -94,12 +87,12 @@ def grouped_mlp(
         gate: weights of the gate, for each expert.
         up: weights of the branch that the gate multiplies.
         down: weights back to the width of x.
-        experts: the numbers of the experts that each token chose, from 0 to E - 1.
-        weights: of each choice, which need not sum to one.
+        experts: the indices of the experts that each token chose, from 0 to E - 1.
+        weights: of the choices; those of a token need not sum to one.
         activation: of the gate.
         precision: see `coat.Precision`.
-        axes: how the mesh that is set divides tokens and experts. Over axes that are not among
-            them, every device computes the same.
+        axes: the axes of the current mesh over which tokens and experts are sharded. Along all
+            others, every device computes the same.
         implementation: "xla", "triton", or None to choose by the device.
 
     Example:
@@ -111,7 +104,7 @@ def grouped_mlp(
     """
     precision = precision_of(precision)
     mode = mode_of(precision, implementation if precision.fp8_linear else None)
-    if mode.format is None:  # products of any dtype have kernels here
+    if mode.format is None:  # these kernels multiply any dtype
         mode = Mode(precision, choose(implementation))
     if precision.forward_products == "int8":
         raise UserError(
@@ -119,13 +112,14 @@ def grouped_mlp(
             "precision=coat.COAT, or coat.COAT_BF16_FORWARD for a lower loss."
         )
     require_activation(activation)
-    _require_arrays(x, gate, up, down, experts, weights)
+    require_experts(x, gate, up, down, experts, weights)
     axes = axes.on_mesh()
-    _require_columns(gate.shape[-1], axes.hidden, mode)
+    together = math.lcm(mode.precision.block or 1, 1 if mode.format is None else COLUMNS)
+    axes.require_columns(gate.shape[-1], together)
     tokens = len(experts) // shards(axes.rows, jax.sharding.get_abstract_mesh())
-    _require_choices(experts, tokens, gate.shape[0], _alignment(mode))
+    require_choices(experts, tokens, gate.shape[0], _alignment(mode))
     arrays: Any = x, Experts(gate, up, down), experts, weights
-    if mode.implementation == "xla":  # JAX maps products of groups over all arrays, or over none
+    if mode.implementation == "xla":  # vmap of ragged_dot needs a batch of all arrays, or of none
         leaves, tree = jax.tree.flatten(arrays)
         arrays = jax.tree.unflatten(tree, batch_alike(*leaves))
     y: Array = _apply(mode, (activation, axes), *arrays)
@@ -133,52 +127,8 @@ def grouped_mlp(
 
 
 def _alignment(mode: Mode) -> int:
-    """Of the groups of rows."""
+    """Each group begins at a multiple of this number of rows."""
     return 1 if mode.format is None and mode.implementation == "xla" else routing.ALIGNED
-
-
-def _require_arrays(
-    x: Array, gate: Array, up: Array, down: Array, experts: Array, weights: Array
-) -> None:
-    for array in (x, gate, up, down, weights):
-        require_real("grouped_mlp", array)
-    if not jnp.issubdtype(experts.dtype, jnp.integer):
-        raise TypeError(f"experts are numbers of experts, integers, not {experts.dtype.name}.")
-    fits = x.ndim == 2 and gate.ndim == 3 and gate.shape[1] == x.shape[1] and gate.shape[0] > 0
-    if not fits or up.shape != gate.shape or down.shape != (*gate.shape[::2], x.shape[1]):
-        raise ValueError(
-            f"grouped_mlp takes x [T, D], gate and up [E, D, F] and down [E, F, D], not x "
-            f"{list(x.shape)}, gate {list(gate.shape)}, up {list(up.shape)} and down "
-            f"{list(down.shape)}."
-        )
-    if experts.ndim != 2 or len(experts) != len(x) or weights.shape != experts.shape:
-        raise ValueError(
-            f"experts {list(experts.shape)} and weights {list(weights.shape)} must be [{len(x)}, "
-            "k]: one for each choice of each token."
-        )
-
-
-def _require_columns(hidden: int, axes: tuple[str, ...], mode: Mode) -> None:
-    devices = shards(axes, jax.sharding.get_abstract_mesh())
-    together = math.lcm(mode.precision.block or 1, 1 if mode.format is None else COLUMNS)
-    if devices > 1 and hidden % (devices * together):
-        raise UserError(
-            f"{hidden=} cannot be divided among the {devices} devices along "
-            f"{' and '.join(map(repr, axes))} of the mesh in blocks of {together}: use fewer "
-            f"devices there, or a multiple of {devices * together}."
-        )
-
-
-def _require_choices(experts: Array, tokens: int, count: int, aligned: int) -> None:
-    choices = experts.shape[1]
-    if choices > count:
-        raise UserError(f"each token chooses {choices} experts, and there are {count}.")
-    if routing.rows_of(tokens * choices, count, aligned) > routing.MOST_ROWS:
-        raise UserError(
-            f"{tokens} tokens with {choices} experts each are more rows than 32 bits count, "
-            f"{routing.MOST_ROWS}. Use more microbatches, or more devices."
-        )
-    require_indices("an expert", experts, count)
 
 
 def _forward(
@@ -190,7 +140,7 @@ def _forward(
     experts: Array,
     weights: Array,
 ) -> Any:
-    # Rounded before they are gathered, with scales of all devices.
+    # Rounded before the gather, which then sends FP8. The scales are maxima over all devices.
     scales, n = _scales(w, mode), quantize_input(x, x.dtype, mode)
     saved = n
     if isinstance(n, Unrounded):  # the backward pass takes FP8
@@ -213,7 +163,7 @@ def _forward(
         n, experts, weights = axes.gather((n, experts, weights))
         groups = routing.group(experts, w.gate.shape[0], _alignment(mode))
         how = groups, x.dtype, mode.implementation
-        # What follows takes rows [B, S], and B is 1.
+        # `save_activation` takes [B, S, F]: B is 1, and S are the rows.
         hidden = [grouped.product(n, each, *how, of_tokens=True)[None] for each in first]
         of_hidden, a = save_activation(hidden, act, mode, axes=axes.all)
         y = routing.combine(grouped.product(unscaled(a), down, *how), *how, weights)
@@ -273,14 +223,14 @@ def _backward(
         x, g, bound, weights = axes.gather((x, g, bound, weights))
         how = groups, dy.dtype, mode.implementation
         of_choices = groups.of_choices(weights.astype(jnp.float32))
-        # Of each choice as if its weight were one.
+        # The gradient of each choice's activation for a weight of one.
         da = grouped.product_transposed([g], [down], *how, of_tokens=True)[None]
         if bound is not None:
             bound = groups.of_tokens(bound) * jnp.abs(of_choices)
-        a, d_hidden, dots = _activation_gradients(
+        a, d_hidden, dots = weighted_activation_gradients(
             hidden, weighted_scale, da, of_choices, bound, act, mode, axes.all
         )
-        # Weights multiply the activation and not dy, whose codes then serve this product, too.
+        # The weights multiply the activation instead of dy, so dy is rounded only once.
         pairs = [(_in_rows(x, groups, mode), d) for d in d_hidden]
         pairs.append((a, _in_rows(g, groups, mode)))
         d_experts = (
@@ -305,7 +255,8 @@ def _backward(
     )
 
     def record() -> Any:
-        gradients = *_d_values(hidden, da, of_choices, act, mode), dy
+        weighted = da.astype(jnp.float32) * of_choices[:, None]
+        gradients = *hidden.gradients(weighted, act, mode), dy
         of_gradients = Operand(None, None, of_both)
         return recording.gradients(gradients, (of_gradients, of_gradients, g), mode)
 
@@ -332,76 +283,8 @@ def _scales(w: Experts, mode: Mode) -> Scales:
 
 
 def _in_rows(x: Operand, groups: Groups, mode: Mode) -> Operand:
-    """An operand of tokens as that of an outer product, in the order of rows."""
+    """An operand of tokens in the order of rows, for `outer_product`."""
     assert x.values is not None
     if mode.format is None or mode.implementation == "xla":
         return Operand(groups.of_tokens(x.values), None, x.scale)
     return Operand(None, grouped.gather_transposed(x.values, groups), x.scale)
-
-
-def _d_values(
-    hidden: SavedActivation, da: Array, weights: Array, act: Activation, mode: Mode
-) -> tuple[Array, ...]:
-    """The gradients of gate's and up's results in FP32."""
-    values = [restore(h, jnp.float32, mode.precision.block) for h in hidden.hidden]
-    return activate_backward(values, da.astype(jnp.float32) * weights[:, None], act)
-
-
-def _activation_gradients(
-    hidden: SavedActivation,
-    weighted_scale: Float[Array, ""] | None,
-    da: Float[Array, "1 R F"],
-    weights: Float[Array, " R"],
-    bound: Float[Array, " R"] | None,
-    act: Activation,
-    mode: Mode,
-    axes: tuple[str, ...],
-) -> tuple[Operand, Sequence[Operand], Float[Array, " R"]]:
-    """The activation times the weights, the gradients of its inputs, and those of the weights.
-
-    Args:
-        hidden: from `save_activation`.
-        weighted_scale: of the activation times the weights.
-        da: the gradient of the activation for a weight of one.
-        weights: of each row.
-        bound: an upper bound of the magnitudes in each row of da times its weight, if one is known.
-        act: the activation.
-        mode: how to compute.
-        axes: see `gemm.tensor_scale`.
-    """
-    size = mode.fused_block if act in HAVE_KERNELS else None
-    dtype = mode.precision.backward
-    if size is not None and weighted_scale is not None:
-        blocks = [h for h in hidden.hidden if isinstance(h, Blocks)]
-        if bound is None:
-            d_values = _d_values(hidden, da, weights, act, mode)
-            magnitudes = tuple(map(gemm.largest_magnitude, d_values))
-        else:
-            magnitudes = gradient_bounds(blocks, bound[None], act)
-        of_both = gemm.tensor_scale(jnp.maximum(*magnitudes), dtype, axes)
-        columns, codes, dots = activation_backward(
-            blocks,
-            da,
-            act,
-            weighted_scale,
-            (of_both, of_both),
-            size,
-            dtype,
-            weights=weights[None],
-            stochastic=mode.precision.stochastic_backward,
-        )
-        assert dots is not None
-        gradients = [Operand(*pair, of_both) for pair in codes]
-        return Operand(None, columns, weighted_scale), gradients, dots[0]
-    a = activate([restore(h, jnp.float32, mode.precision.block) for h in hidden.hidden], act)
-    dots = jnp.sum(da.astype(jnp.float32) * a, axis=-1)[0]
-    d_values = _d_values(hidden, da, weights, act, mode)
-    shared: Array | None = None
-    if mode.format is None:
-        d_values = tuple(d.astype(da.dtype) for d in d_values)
-    else:
-        largest = jnp.maximum(*map(gemm.largest_magnitude, d_values))
-        shared = gemm.tensor_scale(largest, dtype, axes)
-    gradients = [gradient_operand(d, mode, scale=shared) for d in d_values]
-    weighted = recompute_input(a * weights[:, None], weighted_scale, da.dtype, mode)
-    return weighted, gradients, dots

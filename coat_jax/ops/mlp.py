@@ -4,53 +4,33 @@
     mlp         x + act(n u + b) d + c            GPT-2, and with act = relu^2 others
 
 Saved for the backward pass: x and the pre-activations (n g, n u), in FP8 blocks or as they are. The
-norm, the activation and their product are recomputed from these. The activation is `jnp`, or a
-kernel if `mode.fused_block` is set and the activation has one.
+norm, the activation and their product are recomputed from these.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from coat_jax.kernels import gemm, int8
-from coat_jax.kernels.activation import (
-    HAVE_KERNELS,
-    Activation,
-    activate,
-    activate_backward,
-    activation_backward,
-    activation_cast,
-    activation_forward,
-    activation_rescale,
-    gradient_bounds,
-    require_activation,
-)
+from coat_jax.kernels.activation import Activation, require_activation
 from coat_jax.kernels.dispatch import Implementation
-from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.norm import Norm
-from coat_jax.numerics.blocks import Blocks
 from coat_jax.ops import recording
 from coat_jax.ops.checks import require_norm, require_real
-from coat_jax.ops.definition import SavedArray, define_op, like_first, restore, save_inputs
+from coat_jax.ops.definition import define_op, like_first
 from coat_jax.ops.norm import SavedNorm, norm_gradient, recompute_norm, save_norm
 from coat_jax.ops.projection import (
-    Input,
     Layers,
     Mode,
-    Products,
     Scales,
-    Unrounded,
     as_layers,
     bounded_input_gradient,
-    gradient_operand,
     input_gradient,
     mode_of,
     parameter_gradients,
     project,
-    recompute_input,
 )
+from coat_jax.ops.saved_activation import SavedActivation, activation_gradients, save_activation
 from coat_jax.precision import COAT, Precision
 from coat_jax.probes import Probe
 
@@ -148,117 +128,6 @@ def _apply(
     return _OPS[name](mode, static, x, norm, layers, back)
 
 
-class SavedActivation(NamedTuple):
-    """The inputs of an activation as they are saved."""
-
-    hidden: tuple[SavedArray, ...]
-    scale: Float[Array, ""] | None  # of a in FP8; None if a is not rounded
-
-
-def save_activation(
-    hidden: Sequence[Float[Array, "B S F"]],
-    act: Activation,
-    mode: Mode,
-    *,
-    unscaled: Products = (),
-    axes: tuple[str, ...] = (),
-) -> tuple[SavedActivation, Input]:
-    """Returns what is saved of `hidden`, and its activation a as the input of a product.
-
-    Args:
-        hidden: (gate, up) or (up,).
-        act: the activation.
-        mode: how to compute.
-        unscaled: the products that `hidden` comes from, if it has no biases: a kernel then scales
-            INT8 products itself, which saves a pass over them.
-        axes: see `gemm.tensor_scale`.
-    """
-    precision, dtype = mode.precision, hidden[0].dtype
-    size = mode.fused_block if act in HAVE_KERNELS else None
-    stochastic = precision.saves_stochastically
-    if size is not None:
-        products = [p for p in unscaled if isinstance(p, int8.Product)]
-        blocks, codes, maxima = activation_forward(
-            products or hidden,
-            act,
-            precision.forward,
-            size,
-            exact=precision.exact_forward,
-            stochastic=stochastic,
-            products=precision.forward_products,
-        )
-        scale = gemm.tensor_scale(jnp.max(maxima, initial=0.0), precision.forward, axes)
-        used: Input
-        if codes is None:
-            used = Operand(activation_cast(blocks, act, scale, size), None, scale)
-        elif precision.forward_products == "int8":
-            of_rows = jnp.max(maxima, axis=-1, initial=0.0)
-            used = int8.RowCodes(activation_rescale(codes, maxima, of_rows, size), of_rows)
-        elif precision.forward_products == "bf16":
-            used = Unrounded(codes, scale)
-        else:
-            used = Operand(activation_rescale(codes, maxima, scale, size), None, scale)
-        return SavedActivation(blocks, scale), used
-    saved, values = save_inputs(hidden, precision)
-    a = activate(values, act)
-    if mode.format is None:
-        return SavedActivation(saved, None), Operand(a.astype(dtype), None, None)
-    magnitudes = jnp.abs(a)
-    if precision.block is not None and precision.exact_forward:
-        # The scale must also fit the activation that the backward pass recomputes.
-        decoded = [restore(h, jnp.float32, precision.block) for h in saved]
-        magnitudes = jnp.maximum(magnitudes, jnp.abs(activate(decoded, act)))
-    scale = gemm.tensor_scale(gemm.largest_magnitude(magnitudes), mode.format, axes)
-    if precision.forward_products == "int8":
-        used = int8.round_rows(a)
-    elif precision.forward_products == "bf16":
-        used = Unrounded(a.astype(dtype), scale)
-    else:
-        used = gemm.operand(a, mode.format, "straight", mode.implementation, scale=scale)
-    return SavedActivation(saved, scale), used
-
-
-def activation_gradients(
-    saved: SavedActivation,
-    da: Float[Array, "B S F"],
-    da_bound: Float[Array, "B S"] | None,
-    act: Activation,
-    mode: Mode,
-    d_values: Callable[[], tuple[Array, ...]],
-) -> tuple[Operand, list[Operand]]:
-    """The recomputed activation and the gradients of hidden, as operands of products.
-
-    Args:
-        saved: from `save_activation`.
-        da: the gradient of the activation.
-        da_bound: an upper bound of the magnitudes in each row of da, if one is known.
-        act: the activation.
-        mode: how to compute.
-        d_values: returns the gradients of hidden in FP32.
-    """
-    hidden, scale = saved
-    size = mode.fused_block if act in HAVE_KERNELS else None
-    if size is not None and scale is not None:
-        blocks, dtype = [h for h in hidden if isinstance(h, Blocks)], mode.precision.backward
-        if da_bound is None:
-            magnitudes = tuple(gemm.largest_magnitude(d) for d in d_values())
-        else:
-            magnitudes = gradient_bounds(blocks, da_bound, act)
-        scales = [gemm.tensor_scale(m, dtype) for m in magnitudes]
-        stochastic = mode.precision.stochastic_backward
-        recomputed, codes, _ = activation_backward(
-            blocks, da, act, scale, scales, size, dtype, stochastic=stochastic
-        )
-        gradients = [Operand(*pair, s) for pair, s in zip(codes, scales, strict=True)]
-        return Operand(None, recomputed, scale), gradients
-    a = activate([restore(h, jnp.float32, mode.precision.block) for h in hidden], act)
-    values = d_values()
-    if mode.format is None:
-        values = tuple(d.astype(da.dtype) for d in values)
-    gradients = [gradient_operand(d, mode) for d in values]
-    return recompute_input(a, scale, da.dtype, mode), gradients
-
-
 def _forward(
     mode: Mode,
     act: Activation,
@@ -298,10 +167,9 @@ def _backward(
     g, da, da_bound = bounded_input_gradient(down, down_scales[0], dy, mode)
 
     def d_values() -> tuple[Array, ...]:
-        values = [restore(h, jnp.float32, mode.precision.block) for h in hidden.hidden]
-        return activate_backward(values, da, act)
+        return hidden.gradients(da, act, mode)
 
-    a, d_hidden = activation_gradients(hidden, da, da_bound, act, mode, d_values)
+    a, d_hidden = activation_gradients(hidden, da, da_bound, act, mode)
     d_down = parameter_gradients(a, down, (g,), lambda: (dy,))
     dn = input_gradient(layers, scales, d_hidden, dy.dtype, mode)
     n = recompute_norm(saved, mode, dy.dtype)

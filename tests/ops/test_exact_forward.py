@@ -28,9 +28,9 @@ from coat_jax import ops
 from coat_jax.kernels.activation import ACTIVATIONS, activate
 from coat_jax.numerics.blocks import from_blocks
 from coat_jax.numerics.formats import nearest
-from coat_jax.ops.mlp import save_activation
 from coat_jax.ops.norm import recompute_norm, save_norm
 from coat_jax.ops.projection import mode_of
+from coat_jax.ops.saved_activation import save_activation
 
 # Rounded to nearest, so that both see the same values in the backward pass.
 EXACT, ROUNDED = dataclasses.replace(coat.COAT, stochastic=False), coat.COAT_PAPER

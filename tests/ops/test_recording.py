@@ -7,9 +7,9 @@ from ops_cases import draw, some_norm, weight
 import coat_jax as coat
 from coat_jax.kernels import gemm
 from coat_jax.ops import recording
-from coat_jax.ops.mlp import save_activation
 from coat_jax.ops.norm import save_norm
 from coat_jax.ops.projection import Layers, Mode
+from coat_jax.ops.saved_activation import save_activation
 
 F = 64
 LAYERS = Layers((weight(2, F, F),), (None,))
