@@ -10,10 +10,11 @@ Claim: FP8 in tower and decoder takes less memory than in the decoder alone, and
     so400m          LLaVA with SigLIP so400m and pictures of 378 x 378, and Llama 3.2 1B
 
 A step is the trainer's: forward, backward and AdamW, its moments in 8 bits, for BF16 in FP32.
-Parameters are in BF16; each row has one picture and 64 tokens of text. transformers runs in a
-process of its own, in BF16, each kind of layer compiled by torch, with torch's fused AdamW and its
-moments in BF16; where it is not installed, a line says so. "Peak" is that of the step, by XLA's
-account and by torch's allocator; "saved" what the backward pass needs besides parameters, counted.
+Parameters are in BF16, and layers are scanned; each row has one picture and 64 tokens of text.
+transformers runs in a process of its own, in BF16, each kind of layer compiled by torch, with
+torch's fused AdamW and its moments in BF16; where it is not installed, a line says so. "Peak" is
+that of the step, by XLA's account and by torch's allocator; "saved" what the backward pass needs
+besides parameters, counted.
 """
 
 import argparse
@@ -122,7 +123,7 @@ def in_jax(name: str, batch: int, small: bool) -> Any:
     for way, (precision, tower, optimizer) in WAYS.items():
         model = dataclasses.replace(
             model_of(name, small), precision=precision, tower_precision=tower,
-            param_dtype=jnp.bfloat16, scan=False,
+            param_dtype=jnp.bfloat16, scan=True,
         )  # fmt: skip
         config = TrainConfig(
             model=model,
@@ -134,6 +135,7 @@ def in_jax(name: str, batch: int, small: bool) -> Any:
         )
         with jax.set_mesh(mesh):
             run = prepare(config, mesh)
+            print(f"{name:14} {way:30} compiles", flush=True)
             program = run.lower().compile()
             state, inputs = run.new_state(), example(config, run.batch)
             memory = program.memory_analysis()

@@ -64,12 +64,12 @@ def costs() -> list[list[str]]:
 def exact() -> list[list[str]]:
     """How often answers are exact, and McNemar's p of no difference from BF16."""
     runs = STUDY.read([FOLDER / "vision_study.json"])
-    rows = [["exact answers, %", *[*TITLES.values()][1:]]]
+    rows = [["exact answers, % (p)", *[*TITLES.values()][1:]]]
     for name, arm in {"BF16": "bf16", "BF16, rounded otherwise": "bf16_ulp", **ARMS}.items():
         cells = []
         for split in [*TITLES][1:]:
             found = show.exact(runs, arm, split)
-            p = "" if arm == "bf16" else f" (p = {found.p:.2g})"
+            p = "" if arm == "bf16" else f" ({found.p:.2g})"
             cells.append(f"{100 * found.share:.1f}{p}")
         rows.append([name, *cells])
     return rows
