@@ -2,9 +2,9 @@
 
     o = sum_i w_i o_i / sum_i w_i        w_i = 2^log_sums_i
 
-over parts i of the slots, so that few texts and heads occupy a whole GPU, too; the last part is the
-new token itself. The kernel computes o_i of the parts and the base-2 logarithms of their
-sums of exponentials. They are added up afterwards, always in the same order.
+over parts i of the slots, so that few texts and heads occupy a whole GPU, too. The kernel computes
+o_i of the parts and the base-2 logarithms of their sums of exponentials. They are added up
+afterwards, always in the same order.
 
 The kernel reads the keys and values of all layers: to slice out those of one, XLA would copy them.
 """
@@ -24,7 +24,7 @@ LOG2_E = 1.4426950408889634
 BLOCK = 64  # slots of a step
 BLOCK_OF_ONE = 64  # where each KV head has one query head
 LEAST = 128  # slots of a part: adding up many short parts takes as long as they do
-PROGRAMS = 528  # at least, where there are enough slots: 4 for each processor of an H200
+PROGRAMS = 512  # at least, where there are enough slots: about 4 for each processor of an H200
 WARPS, STAGES = 4, 3
 
 CODES, SCALE = "!l b k !t !c", "!l b k !t"
@@ -80,7 +80,7 @@ def attend_in_parts(
 
     past, layer, first, filled = visible
     slots = past.keys.codes.shape[3]
-    parts = min(-(-PROGRAMS // (q.shape[0] * q.shape[1])), -(-slots // LEAST)) + 1
+    parts = min(-(-PROGRAMS // (q.shape[0] * q.shape[1])), -(-slots // LEAST))
     block = BLOCK_OF_ONE if q.shape[2] == 1 else BLOCK
 
     def grid(q: Array, *others: Array) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Attention of one new token to stored keys and values, for a part of the slots.
 
+The last part has the token itself, too.
+
 SPEC is an `attention_to_past.Spec`. Programs of one text and KV head follow each other. A program
 computes for all G query heads of its KV head: several in the ROWS rows that a product on tensor
 cores has, a single one by itself. Columns are in two halves, because a byte of INT4 has a column of
@@ -22,37 +24,32 @@ def attend_to_past(
     SPEC: tl.constexpr,
 ):  # fmt: skip
     """o of the visible slots in a part, in FP32, and the base-2 logarithm of the sum below it."""
-    program = tl.program_id(0)
-    part, text_and_head = program % SPEC.parts, program // SPEC.parts
-    STORED: tl.constexpr = SPEC.width // 2 if SPEC.packed else SPEC.width
-    if part == SPEC.parts - 1:  # the new token, as a past of one slot
-        at = text_and_head.to(tl.int64)
-        keys, values = own_keys + at * STORED, own_values + at * STORED
-        key_scale, value_scale = own_key_scale + at, own_value_scale + at
-        key_zero, value_zero = own_key_zero + at, own_value_zero + at
-        begin, end = 0, 1
-        first_block, last_block = 0, 1
-    else:
-        # A layer's cache may have more than 2^31 elements.
-        at = (tl.load(layer) * SPEC.samples + text_and_head).to(tl.int64) * SPEC.slots
-        keys, values = keys + at * STORED, values + at * STORED
-        key_scale, value_scale = key_scale + at, value_scale + at
-        key_zero, value_zero = key_zero + at, value_zero + at
-        begin, end = tl.load(first + text_and_head // SPEC.heads), tl.load(filled)
-        # The blocks that have visible slots are divided among the parts.
-        first_block, last_block = begin // SPEC.block, tl.cdiv(end, SPEC.block)
-        share = tl.cdiv(tl.maximum(last_block - first_block, 0), SPEC.parts - 1)
-        first_block += part * share
-        last_block = tl.minimum(first_block + share, last_block)
+    text_and_head, part = tl.program_id(0) // SPEC.parts, tl.program_id(0) % SPEC.parts
     stored = keys, key_scale, key_zero, values, value_scale, value_zero
+    own = own_keys, own_key_scale, own_key_zero, own_values, own_value_scale, own_value_zero
+    # A layer's cache may have more than 2^31 elements.
+    at = (tl.load(layer) * SPEC.samples + text_and_head).to(tl.int64) * SPEC.slots
+    stored, own = from_slot(stored, at, SPEC), from_slot(own, text_and_head, SPEC)
+    begin, end = tl.load(first + text_and_head // SPEC.heads), tl.load(filled)
+    # The blocks that have visible slots are divided among the parts.
+    first_block, last_block = begin // SPEC.block, tl.cdiv(end, SPEC.block)
+    share = tl.cdiv(tl.maximum(last_block - first_block, 0), SPEC.parts)
+    first_block += part * share
+    last_block = tl.minimum(first_block + share, last_block)
     if SPEC.group == 1:
-        attend_with_one(
-            q, stored, begin, end, first_block, last_block, text_and_head, out, log_sums, SPEC
-        )
+        attend_with_one(q, stored, own, begin, end, first_block, last_block, out, log_sums, SPEC)
     else:
         attend_with_several(
-            q, stored, begin, end, first_block, last_block, text_and_head, part, out, log_sums, SPEC
+            q, stored, own, begin, end, first_block, last_block, out, log_sums, SPEC
         )
+
+
+@triton.jit
+def from_slot(stored, at, SPEC: tl.constexpr):
+    keys, key_scale, key_zero, values, value_scale, value_zero = stored
+    first = at * (SPEC.width // 2 if SPEC.packed else SPEC.width)
+    keys, values = keys + first, values + first
+    return keys, key_scale + at, key_zero + at, values, value_scale + at, value_zero + at
 
 
 # --- Several query heads ---------------------------------------------------------------------
@@ -60,9 +57,9 @@ def attend_to_past(
 
 @triton.jit
 def attend_with_several(
-    q, stored, begin, end, first_block, last_block, text_and_head, part, out, log_sums,
-    SPEC: tl.constexpr,
-):  # fmt: skip
+    q, stored, own, begin, end, first_block, last_block, out, log_sums, SPEC: tl.constexpr
+):
+    text_and_head, part = tl.program_id(0) // SPEC.parts, tl.program_id(0) % SPEC.parts
     ROWS: tl.constexpr = SPEC.rows
     HALF: tl.constexpr = SPEC.width // 2
     g, h = tl.arange(0, ROWS), tl.arange(0, HALF)
@@ -74,6 +71,9 @@ def attend_with_several(
     zeros = tl.zeros([ROWS], tl.float32)
     o = tl.zeros([ROWS, HALF], tl.float32)
     state = tl.full([ROWS], NEVER, tl.float32), zeros, zeros, o, o
+    if part == SPEC.parts - 1:
+        slot = tl.arange(0, SPEC.block)
+        state = attend_to_block(state, q_low, q_high, q_sum, own, slot, slot < 1, SPEC)
     for block in range(first_block, last_block):
         slot = block * SPEC.block + tl.arange(0, SPEC.block)
         there = (slot >= begin) & (slot < end)
@@ -140,13 +140,13 @@ def load_halves(codes, row, there, dtype: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def attend_with_one(
-    q, stored, begin, end, first_block, last_block, text_and_head, out, log_sums,
-    SPEC: tl.constexpr,
-):  # fmt: skip
+    q, stored, own, begin, end, first_block, last_block, out, log_sums, SPEC: tl.constexpr
+):
     """Each slot of a quarter of a block has a softmax of its own: the loop sums over no slots."""
     HALF: tl.constexpr = SPEC.width // 2
     STORED: tl.constexpr = HALF if SPEC.packed else SPEC.width
     ROWS: tl.constexpr = SPEC.block // 4
+    text_and_head, part = tl.program_id(0) // SPEC.parts, tl.program_id(0) % SPEC.parts
     query = query_of(q + text_and_head * SPEC.width, SPEC)
     zeros = tl.zeros([ROWS], tl.float32)
     o = tl.zeros([ROWS, STORED], tl.float32)
@@ -154,6 +154,10 @@ def attend_with_one(
     # Scales are too short for Triton to load early, so they come one block before their codes.
     slot = first_block * SPEC.block + tl.arange(0, ROWS)
     numbers = numbers_of_four(stored, slot, begin, end, SPEC)
+    if part == SPEC.parts - 1:
+        only = tl.arange(0, ROWS)
+        of_own = numbers_of_four(own, only, 0, 1, SPEC)
+        state = attend_to_four(state, query, own, only, 0, 1, of_own, SPEC)
     for block in tl.range(first_block, last_block, num_stages=SPEC.stages):
         slot = block * SPEC.block + tl.arange(0, ROWS)
         later = numbers_of_four(stored, slot + SPEC.block, begin, end, SPEC)
