@@ -15,6 +15,7 @@ from coat_jax.kernels.triton.arithmetic import FAST, exp2, log2
 from coat_jax.kernels.triton.int4 import high_codes
 
 NEVER = tl.constexpr(-1e30)  # a score; minus infinity would make a NaN of infinity minus infinity
+PER_ONE = tl.constexpr(32768.0)  # with one query, an integer code b is the number 1 + b / PER_ONE
 
 
 @triton.jit
@@ -168,10 +169,11 @@ def attend_with_one(
     weight = exp2(largest - top)
     total = tl.sum(total * weight, axis=0)
     zero = tl.sum(zeros * weight, axis=0)
-    if SPEC.integers:
-        zero /= 32768
     seen = total > 0
-    per_total = (32768.0 if SPEC.integers else 1.0) / tl.where(seen, total, 1.0)
+    per_total = 1.0 / tl.where(seen, total, 1.0)
+    if SPEC.integers:
+        zero /= PER_ONE
+        per_total *= PER_ONE
     where = out + tl.program_id(0) * SPEC.width + tl.arange(0, STORED)
     tl.store(where, (tl.sum(o_low * weight[:, None], axis=0) + zero) * per_total)
     if SPEC.packed:
@@ -209,8 +211,8 @@ def attend_to_four(state, query, stored, slot, begin, end, numbers, SPEC: tl.con
         if SPEC.packed:
             high += p[:, None] * high_numbers(v[i])
     if SPEC.integers:
-        # Here, not in the sums over blocks: those would lose the digits that are left.
-        offset = weights * (1.0 if SPEC.packed else 1.0 + 128 / 32768)
+        # Now: the sums over all blocks would be so large that they lose digits of the codes.
+        offset = weights * (1.0 if SPEC.packed else 1.0 + 128 / PER_ONE)
         low -= offset[:, None]
         high -= offset[:, None]
     o_low = o_low * shrink[:, None] + low
@@ -348,11 +350,11 @@ def high_numbers(codes):
 
 @triton.jit
 def near_one(b):
-    """1 + b / 2^15 of bytes in FP32: one instruction, where Triton's conversion takes three."""
+    """1 + b / PER_ONE of bytes in FP32: one instruction, where Triton's conversion takes three."""
     if FAST:
         return tl.inline_asm_elementwise(
             """prmt.b32 $0, $4, 0x3F800000, 0x7604; prmt.b32 $1, $4, 0x3F800000, 0x7614;
             prmt.b32 $2, $4, 0x3F800000, 0x7624; prmt.b32 $3, $4, 0x3F800000, 0x7634;""",
             "=f,=f,=f,=f,r", [b], dtype=tl.float32, is_pure=True, pack=4,
         )  # fmt: skip
-    return 1.0 + b.to(tl.float32) / 32768
+    return 1.0 + b.to(tl.float32) / PER_ONE
