@@ -9,6 +9,7 @@
                 of them. With 16 sequences on each, 1, 2 and 4 were measured (`training_throughput`)
     vision      what SmolVLM-256M saves for its backward pass, with a picture and 64 tokens of text,
                 by which parts are in FP8: counted, not compiled
+    experts     OLMoE with 6.9 billion parameters on one GPU, in COAT and in BF16
     released    Llama-2-7B in COAT with gradients kept until the end of the backward pass, and with
                 `--optimizer.release_gradients`
 
@@ -19,7 +20,7 @@ step.
 import dataclasses
 from typing import Any
 
-from coat_jax.training.config import TrainConfig
+from coat_jax.training.config import TrainConfig, in_bf16
 from coat_jax.training.config_files import load_config
 from coat_jax.training.report.accounting import saved_activations
 from experiments import records
@@ -115,6 +116,13 @@ def vision_memory() -> Figures:
     return figures
 
 
+def experts_memory() -> Figures:
+    """By variant."""
+    coat = load_config("olmoe_7b:one_gpu")
+    variants = {"COAT": coat, "BF16": in_bf16(coat)}
+    return {name: _compiled(config, 1, f"olmoe_7b {name}") for name, config in variants.items()}
+
+
 def _compiled(config: TrainConfig, gpus: int, name: str) -> Figures:
     memory = memory_of(config, gpus)
     print(f"{name:32} {memory['peak'] / 1e9:6.1f} GB", flush=True)
@@ -122,7 +130,7 @@ def _compiled(config: TrainConfig, gpus: int, name: str) -> Figures:
 
 
 CASES = {"config": config_memory, "recipe": recipe_memory}
-CASES |= {"vision": vision_memory, "released": released_memory}
+CASES |= {"vision": vision_memory, "experts": experts_memory, "released": released_memory}
 
 
 if __name__ == "__main__":
