@@ -22,7 +22,7 @@ LAYERS = {
     "linear": lambda x, w, v: ops.linear(x, w, v[:256], precision=coat.COAT),
     "norm_linear": lambda x, w, v: ops.norm_linear(x, ops.Norm(v[:128]), w, precision=coat.COAT),
     "gated_mlp": lambda x, w, v: ops.gated_mlp(
-        x, ops.Norm(v[:128]), w, w + 1, w.T, precision=coat.COAT
+        x, ops.Norm(v[:128]), w, w + 1, w.T, limit=2.0, precision=coat.COAT
     ),
     "qkv": lambda x, w, v: ops.norm_qkv(
         x[None], ops.Norm(v[:128]), (w, w[:, :64], w[:, 64:128]), head_dim=32, rotary=ops.Rotary()

@@ -3,6 +3,9 @@
     hidden = (gate, up)     a = act(gate) * up
     hidden = (up,)          a = act(up)
 
+With a limit, gate is at most that, and up from -limit to limit. What is saved is not limited, and
+where the limit changes a decoded value, its gradient is zero.
+
 `activate` and `activate_backward` are the references, in FP32. `gradient_bounds` bounds the
 gradients without computing them, from the exponents of the saved blocks.
 
@@ -21,6 +24,7 @@ over 32 columns of a row: the maxima are few enough to be reduced quickly, and t
 enough that a mesh can shard widths like 11008 = 32 x 344.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -62,43 +66,67 @@ FORWARD, EXACT, CAST, BACKWARD = (
 )
 
 
+class Limited(NamedTuple):
+    """An activation, and the limit of its inputs, if they have one."""
+
+    name: Activation
+    limit: float | None = None
+
+
 class Constants(NamedTuple):
     """The constants of the kernels."""
 
     name: Activation
+    limit: float | None
     gated: bool
     stochastic: bool = False
     per_maximum: int = 0  # columns of a maximum
     weighted: bool = False  # whether rows of a gradient have weights
 
 
-def require_activation(name: str) -> None:
-    """Raises unless there is an activation of this name."""
+def require_activation(name: str, limit: float | None = None) -> Limited:
+    """The activation of this name with this limit; raises unless there are such."""
     if name not in ACTIVATIONS:
         raise ValueError(f"activation={name!r} must be one of {tuple(ACTIVATIONS)}.")
+    if limit is not None and not 0 < limit < math.inf:
+        raise ValueError(f"{limit=} must be a finite number above 0, or None for no limit.")
+    return Limited(name, None if limit is None else float(limit))
 
 
-def activate(
-    hidden: Sequence[Float[Array, "*rows F"]], activation: Activation
-) -> Float[Array, "*rows F"]:
+def limit_inputs(
+    hidden: Sequence[Float[Array, "*rows F"]], limit: float | None
+) -> list[Float[Array, "*rows F"]]:
+    """gate, at most the limit, and up, from -limit to limit, in FP32."""
+    values = [h.astype(jnp.float32) for h in hidden]
+    if limit is None:
+        return values
+    return [jnp.clip(v, -limit if i else None, limit) for i, v in enumerate(values)]
+
+
+def activate(hidden: Sequence[Float[Array, "*rows F"]], act: Limited) -> Float[Array, "*rows F"]:
     """act(gate) * up, or act(up), in FP32."""
-    first, *gated = (h.astype(jnp.float32) for h in hidden)
-    a = ACTIVATIONS[activation](first)
+    first, *gated = limit_inputs(hidden, act.limit)
+    a = ACTIVATIONS[act.name](first)
     return a * gated[0] if gated else a
 
 
 def activate_backward(
-    hidden: Sequence[Float[Array, "*rows F"]], da: Float[Array, "*rows F"], activation: Activation
+    hidden: Sequence[Float[Array, "*rows F"]], da: Float[Array, "*rows F"], act: Limited
 ) -> tuple[Float[Array, "*rows F"], ...]:
     """The gradients of `hidden`, in FP32."""
-    first, *gated = (h.astype(jnp.float32) for h in hidden)
+    first, *gated = used = limit_inputs(hidden, act.limit)
     da = da.astype(jnp.float32)
-    a, pull = jax.vjp(ACTIVATIONS[activation], first)
-    return (*pull(da * gated[0]), da * a) if gated else pull(da)
+    a, pull = jax.vjp(ACTIVATIONS[act.name], first)
+    gradients = (*pull(da * gated[0]), da * a) if gated else pull(da)
+    if act.limit is None:
+        return gradients
+    pairs = zip(used, limit_inputs(hidden, None), strict=True)
+    clipped = [(u < h) | (u > h) for u, h in pairs]  # a NaN is not
+    return tuple(jnp.where(c, 0.0, d) for c, d in zip(clipped, gradients, strict=True))
 
 
 def gradient_bounds(
-    hidden: Sequence[Blocks], da_bound: Float[Array, "*rows"], activation: Activation
+    hidden: Sequence[Blocks], da_bound: Float[Array, "*rows"], act: Limited
 ) -> tuple[Float[Array, ""], ...]:
     """An upper bound of the magnitudes in the gradient of each of `hidden`.
 
@@ -107,11 +135,14 @@ def gradient_bounds(
     Args:
         hidden: the saved blocks.
         da_bound: an upper bound of the magnitudes in each row of the activation's gradient.
-        activation: the activation.
+        act: the activation.
     """
     da_bound = da_bound[..., None]
-    first, *gated = (format_of(h.codes.dtype).max * power_of_two(h.exponents) for h in hidden)
-    value, slope = activation_bounds(first, activation)
+    bounds = [format_of(h.codes.dtype).max * power_of_two(h.exponents) for h in hidden]
+    if act.limit is not None:  # which negative gates do not have: silu is -0.28 at least
+        bounds = [jnp.minimum(bound, max(act.limit, 0.28)) for bound in bounds]
+    first, *gated = bounds
+    value, slope = activation_bounds(first, act.name)
     limits = (da_bound * slope * gated[0], da_bound * value) if gated else (da_bound * slope,)
     return tuple(jnp.max(each, initial=0.0) for each in limits)
 
@@ -131,7 +162,7 @@ def activation_bounds(
 
 def activation_forward(
     hidden: Sequence[Float[Array, "*rows F"]] | Sequence[int8.Product],
-    act: Activation,
+    act: Limited,
     dtype: DTypeLike,
     size: int,
     *,
@@ -179,7 +210,7 @@ def activation_forward(
         ],
         [*blocked, *blocked, *[("b s f", used)] * exact, (f"b s f/{per_maximum}", jnp.float32)],
         partial(divide, tile=EXACT if exact else FORWARD, block=size),
-        ACT=Constants(act, len(values) == 2, stochastic, per_maximum),
+        ACT=Constants(*act, len(values) == 2, stochastic, per_maximum),
         F8=format_of(dtype),
     )
     blocks = (Blocks(*stored[:2]), Blocks(*stored[2:4]))
@@ -187,7 +218,7 @@ def activation_forward(
 
 
 def activation_cast(
-    hidden: Sequence[Blocks], act: Activation, scale: Float[Array, ""], size: int
+    hidden: Sequence[Blocks], act: Limited, scale: Float[Array, ""], size: int
 ) -> Array:
     """act(hidden) / scale as FP8 codes, in the blocks' format."""
     from coat_jax.kernels.triton.activation import activation_cast_tile
@@ -198,7 +229,7 @@ def activation_cast(
         [*_inputs(hidden, size), (scale, "")],
         [("b s f", dtype)],
         partial(divide, tile=CAST, block=size),
-        ACT=Constants(act, len(hidden) == 2),
+        ACT=Constants(*act, len(hidden) == 2),
         F8=format_of(dtype),
     )
     return result
@@ -234,7 +265,7 @@ def activation_rescale(
 def activation_backward(
     hidden: Sequence[Blocks],
     da: Float[Array, "*rows F"],
-    act: Activation,
+    act: Limited,
     scale: Float[Array, ""],
     gradient_scales: Sequence[Float[Array, ""]],
     size: int,
@@ -291,7 +322,7 @@ def activation_backward(
             *[(f"b s f/{max(size, BACKWARD.width)}", jnp.float32)] * weighted,
         ],
         partial(divide, tile=BACKWARD, block=size),
-        ACT=Constants(act, gated, stochastic, weighted=weighted),
+        ACT=Constants(*act, gated, stochastic, weighted=weighted),
         F8=format_of(saved),
         GRADIENT_F8=format_of(dtype),
     )

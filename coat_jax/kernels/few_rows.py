@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax.kernels.activation import HAVE_KERNELS
+from coat_jax.kernels.activation import HAVE_KERNELS, Limited
 from coat_jax.kernels.activation import Constants as Activating
 from coat_jax.kernels.attention_to_past import Past
 from coat_jax.kernels.int4 import COUNTS, FEW_ROWS, SCHEDULE, Product, Rows
@@ -72,13 +72,13 @@ def normalize(x: Float[Array, "M K"], norm: Norm | None) -> Rows:
     return _rounded(normalize_and_round_row, inputs, row, NORM=constants)
 
 
-def activate(gate: Product, up: Product, name: str) -> Rows:
+def activate(gate: Product, up: Product, act: Limited) -> Rows:
     """act(gate) up, rounded."""
     from coat_jax.kernels.triton.few_rows import activate_and_round_row
 
     parts, rows, columns = gate.parts.shape
     inputs = [(gate.parts, "!p !m !k"), (up.parts, "!p !m !k"), (gate.scale, "!m")]
-    constants = Activating(name, gated=True)
+    constants = Activating(*act, gated=True)
     return _rounded(activate_and_round_row, inputs, _row(rows, columns, parts), ACT=constants)
 
 

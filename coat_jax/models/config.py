@@ -89,6 +89,8 @@ class Config(ModelConfig):
         qk_norm: whether queries and keys have an RMSNorm: one for each "head", one for "all" heads
             together, or None.
         activation: of the gated MLP, a name in `coat.ops.ACTIVATIONS`.
+        activation_limit: where the gate is clipped before the activation, and at plus and minus
+            this what it multiplies; None for no limit.
         rotary: how positions become angles of rotary embeddings.
         window: how many tokens a token sees, itself included; None for all before it.
         tied: whether the head has the weights of the embedding.
@@ -113,6 +115,7 @@ class Config(ModelConfig):
     qkv_bias: bool = False
     qk_norm: Literal["head", "all"] | None = None
     activation: str = "silu"
+    activation_limit: Annotated[float, Between(above=0, most=1e6)] | None = None
     rotary: ops.Rotary = ops.Rotary()
     window: Count | None = None
     tied: bool = False

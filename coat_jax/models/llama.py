@@ -240,6 +240,7 @@ def _layer(config: Config, key: Array) -> nn.TransformerBlock:
         **shared,
     )
     shared |= {"norm": _norm(config) if before else None, "activation": config.activation}
+    shared["limit"] = config.activation_limit
     mlp: nn.GatedMLP | nn.ExpertMLP
     if config.experts is None:
         mlp = nn.GatedMLP(config.width, config.ffn, **shared)

@@ -63,6 +63,7 @@ class ExpertMLP(nnx.Module):
         chosen: how many experts a token passes through.
         scores, normalized: see `coat.ops.route`.
         activation: a name in `coat.ops.ACTIVATIONS`.
+        limit: gate is at most this, and up from -limit to limit; None for no limit.
         residual: whether x is added to the result.
         precision: see `coat.Precision`. The router is in FP32.
     """
@@ -79,6 +80,7 @@ class ExpertMLP(nnx.Module):
         normalized: bool = True,
         has_bias: bool = False,
         activation: Activation = "silu",
+        limit: float | None = None,
         residual: bool = True,
         precision: Precision | str = COAT,
         axes: MeshAxes = UNSHARDED,
@@ -100,6 +102,7 @@ class ExpertMLP(nnx.Module):
         self.scores: Scores = scores
         self.normalized = normalized
         self.activation: Activation = activation
+        self.limit = limit
         self.residual = residual
         self.precision = precision_of(precision)
 
@@ -138,6 +141,7 @@ class ExpertMLP(nnx.Module):
             experts.reshape(-1, self.chosen),
             weights.reshape(-1, self.chosen),
             activation=self.activation,
+            limit=self.limit,
             precision=self.precision,
             axes=self.axes,
         ).reshape(x.shape)

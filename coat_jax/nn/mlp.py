@@ -27,6 +27,7 @@ class GatedMLP(nnx.Module):
         gate, up: weights [width, hidden].
         down: a weight [hidden, width].
         activation: a name in `coat.ops.ACTIVATIONS`.
+        limit: gate is at most this, and up from -limit to limit; None for no limit.
         residual: whether x is added to the result.
         precision: see `coat.Precision`.
     """
@@ -38,6 +39,7 @@ class GatedMLP(nnx.Module):
         *,
         norm: AnyNorm | None = None,
         activation: Activation = "silu",
+        limit: float | None = None,
         residual: bool = True,
         precision: Precision | str = COAT,
         axes: MeshAxes = UNSHARDED,
@@ -50,6 +52,7 @@ class GatedMLP(nnx.Module):
         self.up = weight(rngs, (width, hidden), axes.widening, dtype=param_dtype)
         self.down = weight(rngs, (hidden, width), axes.narrowing, dtype=param_dtype)
         self.activation: Activation = activation
+        self.limit = limit
         self.residual = residual
         self.precision = precision_of(precision)
 
@@ -62,6 +65,7 @@ class GatedMLP(nnx.Module):
             value_of(self.up),
             value_of(self.down),
             activation=self.activation,
+            limit=self.limit,
             residual=self.residual,
             precision=self.precision,
         )

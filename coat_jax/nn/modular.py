@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from coat_jax import ops
+from coat_jax.kernels.activation import require_activation
 from coat_jax.kernels.few_rows import has_activation
 from coat_jax.nn.attention import Attention
 from coat_jax.nn.children import set_class
@@ -97,12 +98,14 @@ class ModularGatedMLP(GatedMLP):
             and few_rows.runs(x, arrays.weights, arrays.activations)
         ):
             norm = None if self.norm is None else self.norm.as_op_norm()
+            act = require_activation(self.activation, self.limit)
             return few_rows.gated_mlp(
-                x, norm, arrays.weights, arrays.biases, self.activation, residual=self.residual
+                x, norm, arrays.weights, arrays.biases, act, residual=self.residual
             )
         n = x if self.norm is None else self.norm(x)
         gate, up = apply_all((self.gate, self.up), n)
-        hidden = ops.activate(gate, up, activation=self.activation, precision=self.precision)
+        how: Any = {"activation": self.activation, "limit": self.limit}
+        hidden = ops.activate(gate, up, precision=self.precision, **how)
         y = self.down(hidden)
         return x + y if self.residual else y
 

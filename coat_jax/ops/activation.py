@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from coat_jax.kernels.activation import Activation, activate_backward, require_activation
+from coat_jax.kernels.activation import Activation, Limited, activate_backward, require_activation
 from coat_jax.kernels.activation import activate as activate_reference
 from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs
 from coat_jax.ops import recording
@@ -30,6 +30,7 @@ def activate(
     up: Float[Array, "*rows F"] | None = None,
     *,
     activation: Activation = "silu",
+    limit: float | None = None,
     precision: Precision | str = COAT,
 ) -> Float[Array, "*rows F"]:
     """act(gate) * up, or act(gate) without `up`, in the dtype of `gate`.
@@ -38,10 +39,10 @@ def activate(
         gate: the input of the activation, of any leading shape.
         up: multiplies the activation; of the same shape and dtype.
         activation: see `coat_jax.kernels.activation`.
+        limit: as in `gated_mlp`.
         precision: only its `block`, `forward`, `exact_forward` and `stochastic` matter here.
     """
-    require_activation(activation)
-    hidden = (gate,) if up is None else (gate, up)
+    act, hidden = require_activation(activation, limit), (gate,) if up is None else (gate, up)
     for array in hidden:
         require_real("activate", array, least_rank=1)
     if up is not None and (gate.shape, gate.dtype) != (up.shape, up.dtype):
@@ -49,15 +50,15 @@ def activate(
             f"activate got gate {gate.dtype.name}{list(gate.shape)} and up "
             f"{up.dtype.name}{list(up.shape)}: they must have one shape and one dtype."
         )
-    return _activate(Mode(precision_of(precision), "xla"), (activation,), hidden)
+    return _activate(Mode(precision_of(precision), "xla"), (act,), hidden)
 
 
-def _specs(act: Activation, hidden: tuple[Array, ...]) -> PartitionSpec:
+def _specs(act: Limited, hidden: tuple[Array, ...]) -> PartitionSpec:
     pairs = zip(*map(explicit_spec, hidden), strict=True)
     return merge_specs(*(next(filter(None, pair), None) for pair in pairs))
 
 
-def _forward(mode: Mode, act: Activation, hidden: tuple[Array, ...]) -> Any:
+def _forward(mode: Mode, act: Limited, hidden: tuple[Array, ...]) -> Any:
     precision = mode.precision
     saved, values = save_inputs(hidden, precision)
     of_block = precision.block, precision.forward
@@ -65,7 +66,7 @@ def _forward(mode: Mode, act: Activation, hidden: tuple[Array, ...]) -> Any:
     return activate_reference(values, act).astype(hidden[0].dtype), (saved,), record
 
 
-def _backward(mode: Mode, act: Activation, saved: tuple[SavedArray, ...], dy: Array) -> Any:
+def _backward(mode: Mode, act: Limited, saved: tuple[SavedArray, ...], dy: Array) -> Any:
     values = [restore(h, jnp.float32, mode.precision.block) for h in saved]
     gradients = activate_backward(values, dy, act)
     return (tuple(d.astype(dy.dtype) for d in gradients),), dict

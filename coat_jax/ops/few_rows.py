@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from jaxtyping import Array, Float, Int
 
 from coat_jax.kernels import attention_to_past, few_rows, int4
+from coat_jax.kernels.activation import Limited
 from coat_jax.kernels.attention_to_past import Past, Visible
 from coat_jax.kernels.dispatch import Implementation, choose
 from coat_jax.kernels.norm import Norm
@@ -38,7 +39,7 @@ def gated_mlp(
     norm: Norm | None,
     weights: Sequence[Quantized],
     biases: Sequence[Float[Array, " N"] | None],
-    activation: str,
+    act: Limited,
     *,
     residual: bool,
 ) -> Float[Array, "*rows D"]:
@@ -49,11 +50,11 @@ def gated_mlp(
         norm: the norm before the products, or None.
         weights: gate, up and down.
         biases: theirs.
-        activation: one that has a kernel.
+        act: an activation that has a kernel.
         residual: whether x is added to the result.
     """
     gate, up = _products(few_rows.normalize(_as_rows(x), norm), weights[:2], biases[:2])
-    hidden = few_rows.activate(gate, up, activation)
+    hidden = few_rows.activate(gate, up, act)
     return _last(hidden, weights[2], biases[2], x, residual)
 
 

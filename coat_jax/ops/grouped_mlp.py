@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from coat_jax.errors import UserError
 from coat_jax.kernels import gemm, grouped, int8, routing
-from coat_jax.kernels.activation import Activation, require_activation
+from coat_jax.kernels.activation import Activation, Limited, require_activation
 from coat_jax.kernels.dispatch import Implementation, choose
 from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.routing import Groups
@@ -76,6 +76,7 @@ def grouped_mlp(
     weights: Float[Array, "T k"],
     *,
     activation: Activation = "silu",
+    limit: float | None = None,
     precision: Precision | str = COAT,
     axes: ExpertAxes = UNSHARDED,
     implementation: Implementation | None = None,
@@ -90,6 +91,7 @@ def grouped_mlp(
         experts: the indices of the experts that each token chose, from 0 to E - 1.
         weights: of the choices; those of a token need not sum to one.
         activation: of the gate.
+        limit: as in `gated_mlp`.
         precision: see `coat.Precision`.
         axes: the axes of the current mesh over which tokens and experts are sharded. Along all
             others, every device computes the same.
@@ -111,7 +113,7 @@ def grouped_mlp(
             'grouped_mlp has no products in INT8, which forward_products="int8" asks for. Use '
             "precision=coat.COAT, or coat.COAT_BF16_FORWARD for a lower loss."
         )
-    require_activation(activation)
+    act = require_activation(activation, limit)
     require_experts(x, gate, up, down, experts, weights)
     axes = axes.on_mesh()
     together = math.lcm(mode.precision.block or 1, 1 if mode.format is None else COLUMNS)
@@ -122,7 +124,7 @@ def grouped_mlp(
     if mode.implementation == "xla":  # vmap of ragged_dot needs a batch of all arrays, or of none
         leaves, tree = jax.tree.flatten(arrays)
         arrays = jax.tree.unflatten(tree, batch_alike(*leaves))
-    y: Array = _apply(mode, (activation, axes), *arrays)
+    y: Array = _apply(mode, (act, axes), *arrays)
     return y
 
 
@@ -133,7 +135,7 @@ def _alignment(mode: Mode) -> int:
 
 def _forward(
     mode: Mode,
-    act: Activation,
+    act: Limited,
     axes: ExpertAxes,
     x: Array,
     w: Experts,
@@ -188,7 +190,7 @@ def _forward(
 
 def _backward(
     mode: Mode,
-    act: Activation,
+    act: Limited,
     axes: ExpertAxes,
     x: Operand,
     hidden: SavedActivation,

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from coat_jax.kernels.activation import Activation, require_activation
+from coat_jax.kernels.activation import Activation, Limited, require_activation
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.norm import Norm
 from coat_jax.ops import recording
@@ -43,6 +43,7 @@ def gated_mlp(
     down: Float[Array, "F D"],
     *,
     activation: Activation = "silu",
+    limit: float | None = None,
     residual: bool = True,
     precision: Precision | str = COAT,
     implementation: Implementation | None = None,
@@ -56,6 +57,8 @@ def gated_mlp(
         up: weight of the branch that the gate multiplies.
         down: weight back to the width of x.
         activation: of the gate.
+        limit: gate is at most this, and up from -limit to limit; None for no limit. Where this
+            changes a value, the value has no gradient.
         residual: whether x is added to the result.
         precision: see `coat.Precision`.
         implementation: "xla", "triton", or None to choose by the device.
@@ -68,8 +71,8 @@ def gated_mlp(
         >>> jax.jit(coat.ops.gated_mlp)(x, norm, gate, up, down).shape
         (2, 8, 64)
     """
-    mode, static = mode_of(precision, implementation), (activation, residual)
-    return _apply("gated_mlp", mode, static, x, norm, (gate, up), (None, None), down, None)
+    mode, act = mode_of(precision, implementation), require_activation(activation, limit)
+    return _apply("gated_mlp", mode, (act, residual), x, norm, (gate, up), (None, None), down, None)
 
 
 def mlp(
@@ -99,14 +102,14 @@ def mlp(
         precision: see `coat.Precision`.
         implementation: "xla", "triton", or None to choose by the device.
     """
-    mode, static = mode_of(precision, implementation), (activation, residual)
-    return _apply("mlp", mode, static, x, norm, (up,), (up_bias,), down, down_bias)
+    mode, act = mode_of(precision, implementation), require_activation(activation)
+    return _apply("mlp", mode, (act, residual), x, norm, (up,), (up_bias,), down, down_bias)
 
 
 def _apply(
     name: str,
     mode: Mode,
-    static: tuple[Activation, bool],
+    static: tuple[Limited, bool],
     x: Array,
     norm: Norm | None,
     weights: Sequence[Array],
@@ -114,7 +117,6 @@ def _apply(
     down: Array,
     down_bias: Array | None,
 ) -> Any:
-    require_activation(static[0])
     require_real(name, x, least_rank=1)
     if norm is not None:
         require_norm(name, x.shape[-1], norm)
@@ -130,7 +132,7 @@ def _apply(
 
 def _forward(
     mode: Mode,
-    act: Activation,
+    act: Limited,
     residual: bool,
     x: Array,
     norm: Norm | None,
@@ -154,7 +156,7 @@ def _forward(
 
 def _backward(
     mode: Mode,
-    act: Activation,
+    act: Limited,
     residual: bool,
     saved: SavedNorm,
     hidden: SavedActivation,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax.kernels.activation import Activation, activate
+from coat_jax.kernels.activation import Limited, activate
 from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.norm import Norm, Stats, normalize
 from coat_jax.numerics import statistics
@@ -96,7 +96,7 @@ def norm(
 def activation(
     hidden: Sequence[Float[Array, "*rows F"]],
     saved: tuple[Sequence[SavedArray], Float[Array, ""] | None],
-    act: Activation,
+    act: Limited,
     down: Layers,
     scales: Scales,
     mode: Mode,

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from coat_jax.kernels import gemm, int8
 from coat_jax.kernels.activation import (
     HAVE_KERNELS,
-    Activation,
+    Limited,
     activate,
     activate_backward,
     activation_backward,
@@ -50,7 +50,7 @@ class SavedActivation(NamedTuple):
         return [restore(h, jnp.float32, mode.precision.block) for h in self.hidden]
 
     def gradients(
-        self, da: Float[Array, "B S F"], act: Activation, mode: Mode
+        self, da: Float[Array, "B S F"], act: Limited, mode: Mode
     ) -> tuple[Float[Array, "B S F"], ...]:
         """The gradients of the inputs in FP32."""
         return activate_backward(self.decoded(mode), da, act)
@@ -58,7 +58,7 @@ class SavedActivation(NamedTuple):
 
 def save_activation(
     hidden: Sequence[Float[Array, "B S F"]],
-    act: Activation,
+    act: Limited,
     mode: Mode,
     *,
     unscaled: Products = (),
@@ -75,7 +75,7 @@ def save_activation(
         axes: see `gemm.tensor_scale`.
     """
     precision, dtype = mode.precision, hidden[0].dtype
-    size = mode.fused_block if act in HAVE_KERNELS else None
+    size = mode.fused_block if act.name in HAVE_KERNELS else None
     stochastic = precision.saves_stochastically
     if size is not None:
         products = [p for p in unscaled if isinstance(p, int8.Product)]
@@ -122,7 +122,7 @@ def activation_gradients(
     saved: SavedActivation,
     da: Float[Array, "B S F"],
     da_bound: Float[Array, "B S"] | None,
-    act: Activation,
+    act: Limited,
     mode: Mode,
 ) -> tuple[Operand, list[Operand]]:
     """The recomputed activation and the gradients of its inputs, as operands of products.
@@ -134,7 +134,7 @@ def activation_gradients(
         act: the activation.
         mode: how to compute.
     """
-    size = mode.fused_block if act in HAVE_KERNELS else None
+    size = mode.fused_block if act.name in HAVE_KERNELS else None
     if size is not None and saved.scale is not None:
         blocks, dtype = [h for h in saved.hidden if isinstance(h, Blocks)], mode.precision.backward
         if da_bound is None:
@@ -161,7 +161,7 @@ def weighted_activation_gradients(
     da: Float[Array, "1 R F"],
     weights: Float[Array, " R"],
     bound: Float[Array, " R"] | None,
-    act: Activation,
+    act: Limited,
     mode: Mode,
     axes: tuple[str, ...],
 ) -> tuple[Operand, list[Operand], Float[Array, " R"]]:
@@ -180,7 +180,7 @@ def weighted_activation_gradients(
         mode: how to compute.
         axes: see `gemm.tensor_scale`.
     """
-    size = mode.fused_block if act in HAVE_KERNELS else None
+    size = mode.fused_block if act.name in HAVE_KERNELS else None
     dtype = mode.precision.backward
 
     def gradients() -> tuple[Array, ...]:

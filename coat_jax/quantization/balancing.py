@@ -13,7 +13,7 @@ s becomes part of the parameters, so it costs nothing. The layer before the proj
     query, key, value      the scale of the norm
     gate, up               the scale of the norm
     out                    the columns of value: attention takes means of each column
-    down                   the columns of up: the activation of gate is multiplied by them
+    down                   the columns of up, if they have no limit: act(gate) multiplies them
 
 A projection without such a norm before it keeps its inputs. Each s is a power of two, so balancing
 rounds nothing: a model that computes in BF16 or FP32 still computes the same numbers.
@@ -144,9 +144,10 @@ def _factors_of_layer(
     if config.qkv_bias:
         found["attention.value_bias"] = (1 / s.ravel(),)
 
-    s = _factors_of_columns(inputs["mlp.down"], row_maxima("mlp.down"))
-    found["mlp.down"] = (s[:, None],)
-    found["mlp.up"] = (1 / s[None],)
+    if config.activation_limit is None:  # else a scaled column is clipped elsewhere
+        s = _factors_of_columns(inputs["mlp.down"], row_maxima("mlp.down"))
+        found["mlp.down"] = (s[:, None],)
+        found["mlp.up"] = (1 / s[None],)
 
     if config.norms == "before" and config.norm == "rms":
         for norm, parts in NORMS.items():

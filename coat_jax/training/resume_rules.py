@@ -23,6 +23,7 @@ FREE: tuple[str, ...] = (
     "model.remat",
     "model.dtype",
     "model.z_loss",
+    "model.activation_limit",
     "data.tokenizer",
 )
 FREE += ("model.experts.aux_loss", "model.experts.z_loss")

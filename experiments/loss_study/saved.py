@@ -57,7 +57,7 @@ def saving(saved: Saved | None) -> Iterator[None]:
         return
     functions = {
         "norm": {"save_inputs": partial(_save_inputs, saved, "norms")},
-        "mlp": {"save_inputs": partial(_save_inputs, saved, "hidden")},
+        "saved_activation": {"save_inputs": partial(_save_inputs, saved, "hidden")},
         "attention": {"save_array": partial(_save_array, saved)},
     }
     with contextlib.ExitStack() as stack:

@@ -18,7 +18,7 @@ from experiments.study.rows import named
 from experiments.study.study import Call, Study
 
 # Fields that the first runs did not have, with what they did.
-LATER = {"activation": "silu", "z_loss": 0.0, "experts": None}
+LATER = {"activation": "silu", "activation_limit": None, "z_loss": 0.0, "experts": None}
 PREPARING = 90  # seconds for text and tokens, on an H200 machine with 16 cores
 
 

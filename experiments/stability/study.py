@@ -19,8 +19,9 @@ def rows_of(call: Call, name: str, seeds: Sequence[int], text: str) -> list[Row]
     """The rows of a run: one for each learning rate."""
     size = SIZES[call.size]
     model = described(size.model, types=False)
-    # The arm decides the precision. The first runs had neither a z-loss nor experts.
+    # The arm decides the precision. The first runs had no z-loss, no experts and no limit.
     del model["precision"], model["z_loss"], model["experts"], model["axes"]["expert"]
+    del model["activation_limit"]
     decides = {
         "definition": described(ARMS[name], types=False),
         "model": digest(model),

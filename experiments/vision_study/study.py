@@ -20,6 +20,7 @@ def rows_of(call: Call, name: str, seeds: Sequence[int], text: str) -> list[Row]
     for part in (model, model["tower"], model["decoder"]):
         del part["precision"]  # the arm decides it
         part.get("axes", {}).pop("expert", None)  # which the first runs did not have
+    del model["decoder"]["activation_limit"]  # likewise
     return new_rows(call, name, seeds, ARMS[name], model, text=text, version=VERSION)
 
 

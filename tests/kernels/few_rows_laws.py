@@ -11,7 +11,7 @@ from flax import nnx
 
 from coat_jax import nn, ops
 from coat_jax.kernels import few_rows, int4
-from coat_jax.kernels.activation import HAVE_KERNELS
+from coat_jax.kernels.activation import HAVE_KERNELS, Limited
 from coat_jax.nn.modular import make_modular
 from coat_jax.numerics.cache_formats import decode_heads, encode_heads
 from coat_jax.ops import few_rows as layers
@@ -67,12 +67,12 @@ class FewRowsLaws:
         assert rows.scale[3] == 1
         assert np.isfinite(np.asarray(rows.codes, np.float32)[[0, 3]]).all()
 
-    @pytest.mark.parametrize("name", HAVE_KERNELS)
-    def test_a_product_is_activated_and_rounded(self, name):
+    @pytest.mark.parametrize("act", [*map(Limited, HAVE_KERNELS), Limited("silu", 1.0)], ids=str)
+    def test_a_product_is_activated_and_rounded(self, act):
         gate, up = product(0, 3, 384), product(1, 3, 384)
-        rows = jax.jit(few_rows.activate, static_argnums=2)(gate, up, name)
-        exact = ops.activate(gate.total(), up.total(), activation=name, precision="bf16")
-        assert_rounded(rows, exact)
+        rows = jax.jit(few_rows.activate, static_argnums=2)(gate, up, act)
+        how = {"activation": act.name, "limit": act.limit, "precision": "bf16"}
+        assert_rounded(rows, ops.activate(gate.total(), up.total(), **how))
 
     @pytest.mark.parametrize("width", [64, 128])
     @pytest.mark.parametrize("format", FORMATS)
@@ -105,11 +105,12 @@ class FewRowsLaws:
 
     @pytest.mark.parametrize("rows", [(1, 1), (5, 1)])
     def test_an_mlp_is_that_of_its_ops(self, rows):
-        mlp = nn.GatedMLP(256, 384, norm=nn.RMSNorm(256), rngs=nnx.Rngs(0))
+        mlp = nn.GatedMLP(256, 384, norm=nn.RMSNorm(256), limit=1.0, rngs=nnx.Rngs(0))
         make_modular(mlp, quantized)
         arrays = arrays_of(mlp, "gate", "up", "down")
         x = normal(0, *rows, 256)
-        fast = jax.jit(partial(layers.gated_mlp, activation="silu"), static_argnames="residual")
+        of_silu = partial(layers.gated_mlp, act=Limited("silu", 1.0))
+        fast = jax.jit(of_silu, static_argnames="residual")
         for residual, wanted in ((True, mlp(x)), (False, mlp(x) - x)):
             assert_near(fast(x, mlp.norm.as_op_norm(), *arrays, residual=residual), wanted)
 

@@ -10,7 +10,7 @@ import pytest
 import coat_jax as coat
 from coat_jax import E4M3, E5M2, ops
 from coat_jax.kernels import gemm, grouped, routing
-from coat_jax.kernels.activation import activate, activate_backward, activation_backward
+from coat_jax.kernels.activation import Limited, activate, activate_backward, activation_backward
 from coat_jax.kernels.gemm import Operand
 from coat_jax.numerics.blocks import from_blocks, to_blocks
 
@@ -145,20 +145,21 @@ class GroupedLaws:
         turned = grouped.gather_transposed(codes, groups)
         np.testing.assert_array_equal(np.float32(turned), np.float32(groups.of_tokens(codes)).T)
 
-    def test_rows_of_the_activations_gradient_are_weighted(self):
-        rows, columns = 70, self.widths[1]
+    @pytest.mark.parametrize("limit", [None, 0.1])
+    def test_rows_of_the_activations_gradient_are_weighted(self, limit):
+        act, rows, columns = Limited("silu", limit), 70, self.widths[1]
         hidden = [to_blocks(self.draw(i, 1, rows, columns), size=16) for i in range(2)]
         da, weights = self.draw(3, 1, rows, columns), self.draw(4, 1, rows)
         scales = jnp.float32(2.0**-10), [jnp.float32(2.0**-17)] * 2
         recomputed, codes, dots = activation_backward(
-            hidden, da, "silu", *scales, 16, E5M2, weights=weights
+            hidden, da, act, *scales, 16, E5M2, weights=weights
         )
         values = [from_blocks(h, size=16) for h in hidden]
-        a = activate(values, "silu")
+        a = activate(values, act)
         weighted = a[0] * weights[0, :, None]
         assert off(recomputed[:, 0].T.astype(jnp.float32) * scales[0], weighted) < 0.04
         assert off(dots, jnp.sum(da.astype(jnp.float32) * a, axis=-1)) < 1e-5
-        wanted = activate_backward(values, da * weights[..., None], "silu")
+        wanted = activate_backward(values, da * weights[..., None], act)
         for (straight, turned), d in zip(codes, wanted, strict=True):
             assert off(straight.astype(jnp.float32) * 2.0**-17, d) < 0.08
             np.testing.assert_array_equal(
@@ -178,6 +179,7 @@ class GroupedLaws:
         def of(implementation):
             def f(x, gate, up, down, weights):
                 how = {"precision": PRECISIONS[name], "implementation": implementation}
+                how["limit"] = 1.0 if name == "stochastic" else None
                 return ops.grouped_mlp(x, gate, up, down, experts, weights, **how)
 
             y, pull = jax.vjp(f, x, gate, up, down, weights)

@@ -61,7 +61,7 @@ def of_the_input_of_a_norm(inputs, constants):
 @jax.jit
 def activated(x):
     how = {"exact": True, "stochastic": True}
-    return activation.activation_forward((x, x), "silu", E4M3, SIZE, **how)[0]
+    return activation.activation_forward((x, x), activation.Limited("silu"), E4M3, SIZE, **how)[0]
 
 
 @jax.jit

@@ -18,7 +18,7 @@ from jax.sharding import AxisType
 
 from coat_jax import E4M3, E5M2
 from coat_jax.kernels import activation, gemm
-from coat_jax.kernels.activation import ACTIVATIONS
+from coat_jax.kernels.activation import ACTIVATIONS, Limited
 from coat_jax.kernels.cast import columns_per_sum
 from coat_jax.numerics.blocks import from_blocks, to_blocks
 
@@ -68,15 +68,15 @@ def case(seed, factor, outliers):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def of_activation(name, da, bound, saved):
+def of_activation(act, da, bound, saved):
     """For each input: its gradient's largest, the bound, and what a scale from the bound costs.
 
     The cost is the error in E5M2, in units of that with a scale from the largest.
     """
-    gradients = activation.activate_backward([from_blocks(b, size=SIZE) for b in saved], da, name)
+    gradients = activation.activate_backward([from_blocks(b, size=SIZE) for b in saved], da, act)
     found = []
     for gradient, limit in zip(
-        gradients, activation.gradient_bounds(saved, bound, name), strict=True
+        gradients, activation.gradient_bounds(saved, bound, act), strict=True
     ):
         largest = gemm.largest_magnitude(gradient)
         searched, bounded = (error(gradient, gemm.tensor_scale(m, E5M2)) for m in (largest, limit))
@@ -96,19 +96,19 @@ def test_no_product_exceeds_its_bound(outliers):
         assert np.all(np.max(np.abs(np.float32(da)), axis=-1) <= bound)
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("act", [*map(Limited, ACTIVATIONS), Limited("silu", 10.0)], ids=str)
 @pytest.mark.parametrize("count", [1, 2])
 def test_no_gradient_exceeds_its_bound_none_is_far_below_and_accuracy_is_that_of_a_search(
-    name, count
+    act, count
 ):
     """The slope of a gated relu^2 grows with the gate: where the largest gate and the largest up of
     a block are different elements, its bound is off by one of them.
     """
-    gated_square = (name, count) == ("relu2", 2)
+    gated_square = (act.name, count) == ("relu2", 2)
     for outliers, most in OUTLIERS.items():
         for draw in DRAWS:
             da, bound, saved = case(*draw, outliers)
-            for largest, limit, cost in of_activation(name, da, bound, saved[:count]):
+            for largest, limit, cost in of_activation(act, da, bound, saved[:count]):
                 assert largest <= limit
                 assert gated_square or limit <= most * largest
                 assert cost <= 1.001
@@ -167,13 +167,13 @@ def test_the_bound_of_nan_and_infinity_is_nan(bad, where):
     else:
         up = up.at[1, 5].set(bad)
     blocks = [to_blocks(h, size=SIZE) for h in (gate, up)]
-    limit, _ = activation.gradient_bounds(blocks, rows, "silu")
+    limit, _ = activation.gradient_bounds(blocks, rows, Limited("silu"))
     assert jnp.isnan(gemm.tensor_scale(limit, E5M2))
 
 
 def test_no_rows_have_the_bound_zero():
     saved = [to_blocks(jnp.ones((0, 32)), size=SIZE)]
-    assert activation.gradient_bounds(saved, jnp.ones(0), "gelu") == (0.0,)
+    assert activation.gradient_bounds(saved, jnp.ones(0), Limited("gelu")) == (0.0,)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

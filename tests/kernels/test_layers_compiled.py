@@ -11,7 +11,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from hopper import COMPILED, KERNEL_CALL, kernel_calls
+from hopper import COMPILED, KERNEL_CALL, kernel_calls, kernels, spilled_bytes
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -273,6 +273,25 @@ def test_every_activation_compiles(name, precision):
     shapes = (2, 128, 256), (256, 512), (512, 256)
     program = compiled_for_four(jax.grad(loss), *((shape, WHOLE) for shape in shapes))
     assert kernel_calls(program) >= 2 * len(("forward", "cast", "backward"))
+
+
+def test_a_limit_of_the_activation_costs_no_pass_and_no_memory(tmp_path):
+    """Neither of a GPU, nor outside of a thread's registers."""
+
+    def compiled(limit):
+        def loss(x, up, down):
+            y = ops.gated_mlp(x, None, up, up, down, limit=limit, implementation="triton")
+            return jnp.sum(y.astype(jnp.float32))
+
+        shapes = (4, 2048, 2048), (2048, 5632), (5632, 2048)
+        return compiled_for_four(jax.grad(loss, (0, 1, 2)), *((shape, WHOLE) for shape in shapes))
+
+    without, limited = map(compiled, (None, 10.0))
+    assert kernel_calls(limited) == kernel_calls(without)
+    bytes_of = [p.memory_analysis().temp_size_in_bytes for p in (without, limited)]
+    assert bytes_of[1] <= bytes_of[0]
+    assert xla_reads(limited.as_text(), r"\[4,2048,5632\]") == []
+    assert {spilled_bytes(ptx, tmp_path) for ptx in kernels(limited)} == {0}
 
 
 @pytest.mark.parametrize("rows", [WHOLE, P("x")], ids=["everywhere", "one on each GPU"])

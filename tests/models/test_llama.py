@@ -267,6 +267,7 @@ def test_presets_are_the_published_models(name):
         ({"param_dtype": jnp.int32}, "param_dtype=int32 must be float32"),
         ({"precision": "fp7"}, "There is no precision 'fp7'"),
         ({"activation": "mish"}, r"activation='mish' must be one of silu, .* to coat.ops.ACTIV"),
+        ({"activation_limit": 0}, "activation_limit=0 must be a number above 0 and at most 1e"),
     ],
 )
 def test_a_config_refuses(changes, message):
@@ -364,7 +365,7 @@ def test_batch_axes_must_be_there_and_divide_the_batch():
 
 
 def test_every_layer_has_the_epsilon_and_the_activation_of_the_config():
-    changes = {"norm_eps": 3e-4, "activation": "relu2"}
+    changes = {"norm_eps": 3e-4, "activation": "relu2", "activation_limit": 7}
     for scan, layers in ((True, 1), (False, SMALL.layers)):
         model = nnx.merge(*models.abstract(variant(scan=scan, **changes)))
         nodes = [node for _, node in nnx.iter_graph(model)]
@@ -373,4 +374,4 @@ def test_every_layer_has_the_epsilon_and_the_activation_of_the_config():
         assert len(norms) == 4 * layers + 1
         assert {node.epsilon for node in norms} == {3e-4}
         mlps = [node for node in nodes if isinstance(node, nn.GatedMLP)]
-        assert [mlp.activation for mlp in mlps] == ["relu2"] * layers
+        assert [(mlp.activation, mlp.limit) for mlp in mlps] == [("relu2", 7)] * layers

@@ -1,5 +1,7 @@
 """The modules are the ops with parameters: shapes, gradients, shardings, refusals."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -110,6 +112,14 @@ def test_a_block_in_fp8_is_near_the_block_in_full_precision():
     """Rounding moves each product by some percent."""
     want, got = (computed(block(precision), X) for precision in ("bf16", "coat"))
     assert 0.001 < np.linalg.norm(got - want) / np.linalg.norm(want) < 0.1
+
+
+def test_a_gated_mlp_is_the_op_of_its_settings():
+    settings = {"activation": "gelu", "limit": 0.5, "residual": False}
+    layer = nn.GatedMLP(WIDTH, 40, rngs=nnx.Rngs(0), **settings)
+    weights = (getattr(layer, name)[...] for name in ("gate", "up", "down"))
+    want = jax.jit(functools.partial(ops.gated_mlp, **settings))(X, None, *weights)
+    np.testing.assert_array_equal(computed(layer, X), want)
 
 
 def test_norms_after_come_with_the_residual_sum():

@@ -25,7 +25,7 @@ from ops_cases import (
 
 import coat_jax as coat
 from coat_jax import ops
-from coat_jax.kernels.activation import ACTIVATIONS, activate
+from coat_jax.kernels.activation import ACTIVATIONS, Limited, activate
 from coat_jax.numerics.blocks import from_blocks
 from coat_jax.numerics.formats import nearest
 from coat_jax.ops.norm import recompute_norm, save_norm
@@ -153,13 +153,13 @@ def test_recomputed_activations_fit_the_scale_of_the_forward_pass(count):
     """Rounded gates and ups may give more than exact ones: most of all far below zero."""
     mode = mode_of(EXACT, "xla")
 
-    def one(hidden, name):
-        saved, operand = save_activation(hidden, name, mode)
-        again = activate([from_blocks(h, size=16) for h in saved.hidden], name)
+    def one(hidden, act):
+        saved, operand = save_activation(hidden, act, mode)
+        again = activate([from_blocks(h, size=16) for h in saved.hidden], act)
         got = operand.values.astype(jnp.float32) * operand.scale
-        return activate(hidden, name), again, got, 448 * saved.scale
+        return activate(hidden, act), again, got, 448 * saved.scale
 
-    every = jax.jit(lambda hidden: {name: one(hidden, name) for name in ACTIVATIONS})
+    every = jax.jit(lambda hidden: {name: one(hidden, Limited(name)) for name in ACTIVATIONS})
     for seed, shift in enumerate((0, 3, -12)):
         hidden = [np.asarray(draw(10 * seed + i, (1, 8, 64))) + shift for i in range(count)]
         for name, (want, again, got, limit) in jax.device_get(every(hidden)).items():

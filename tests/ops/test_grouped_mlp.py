@@ -52,12 +52,13 @@ def apply(experts, **how):
     return f
 
 
-def dense(experts, act=jax.nn.silu):
+def dense(experts, act=jax.nn.silu, limit=jnp.inf):
     """Every token through every expert."""
 
     def f(x, gate, up, down, weights):
         chosen = jax.nn.one_hot(experts, len(gate)) * weights[..., None]
-        a = act(jnp.einsum("td,edf->tef", x, gate)) * jnp.einsum("td,edf->tef", x, up)
+        g, u = (jnp.einsum("td,edf->tef", x, w) for w in (gate, up))
+        a = act(jnp.minimum(g, limit)) * jnp.clip(u, -limit, limit)
         return jnp.einsum("tef,efd,te->td", a, down, chosen.sum(1))
 
     return f
@@ -96,11 +97,11 @@ def test_experts_without_tokens_have_no_gradient():
         assert np.all(np.any(of_weight[np.array([1, 3])], axis=(1, 2)))
 
 
-def test_the_activation_is_any_other():
+def test_the_activation_is_any_other_and_may_have_a_limit():
     experts = choose("random")
     args = arguments(experts)
-    f = apply(experts, activation="gelu", precision=coat.BF16)
-    exact = dense(experts, lambda x: jax.nn.gelu(x, approximate=False))
+    f = apply(experts, activation="gelu", limit=0.7, precision=coat.BF16)
+    exact = dense(experts, lambda x: jax.nn.gelu(x, approximate=False), 0.7)
     assert_close(pulled(f, *args)[:2], pulled(exact, *args)[:2])
 
 
@@ -318,6 +319,7 @@ def too_many():
         ),
         (lambda: call(precision=coat.COAT_INT8), "has no products in INT8"),
         (lambda: call(activation="silo"), "activation='silo' must be one of"),
+        (lambda: call(limit=-1), "limit=-1 must be a finite number above 0, or None"),
         (
             narrow,
             "hidden=24 cannot be divided among the 8 devices along 'expert' of the mesh in blocks "

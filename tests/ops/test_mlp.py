@@ -38,20 +38,28 @@ FORMULAS = {
     "relu": lambda x: jnp.where(x > 0, x, 0),
     "relu2": lambda x: jnp.where(x > 0, x, 0) ** 2,
 }
-# The activation, the norm, and whether there is a residual stream.
+# The activation, the norm, whether there is a residual stream, and the limit of gate and up.
 CASES = [
-    ("silu", "rms", True),
-    ("gelu", "layer", True),
-    ("gelu_tanh", None, False),
-    ("quick_gelu", "layer", True),
-    ("relu", "rms", False),
-    ("relu2", None, True),
+    ("silu", "rms", True, 0.7),
+    ("gelu", "layer", True, None),
+    ("gelu_tanh", None, False, 0.1),
+    ("quick_gelu", "layer", True, 3.0),
+    ("relu", "rms", False, None),
+    ("relu2", None, True, 0.7),
 ]
 
 
 def gated_args(kind=None):
     norm = kind and some_norm(kind, D)
     return draw(1, (2, 3, D)), norm, weight(2, D, F), weight(3, D, F), weight(4, F, D)
+
+
+def gated(act, gate, up, limit):
+    """act(gate) * up, both limited."""
+    if limit is not None:
+        gate = jnp.where(gate > limit, limit, gate)
+        up = jnp.where(jnp.abs(up) > limit, jnp.sign(up) * limit, up)
+    return act(gate) * up
 
 
 def plain_args(kind=None):
@@ -62,42 +70,44 @@ def plain_args(kind=None):
 def test_full_precision_is_the_plain_formula():
     def f(every):
         settings = [
-            {"activation": name, "residual": residual, "precision": coat.BF16}
-            for name, _, residual in CASES
+            ({"activation": name, "residual": residual, "precision": coat.BF16}, limit)
+            for name, _, residual, limit in CASES
         ]
         return [
-            (ops.gated_mlp(*gated, **how), ops.mlp(*plain, **how))
-            for (gated, plain), how in zip(every, settings, strict=True)
+            (ops.gated_mlp(*gated, limit=limit, **how), ops.mlp(*plain, **how))
+            for (gated, plain), (how, limit) in zip(every, settings, strict=True)
         ]
 
     def formula(every):
         results = []
-        for (gated, plain), (name, _, residual) in zip(every, CASES, strict=True):
+        for (of_gated, plain), (name, _, residual, limit) in zip(every, CASES, strict=True):
             act = FORMULAS[name]
-            x, norm, gate, up, down = gated
+            x, norm, gate, up, down = of_gated
             n = plain_norm(x, norm)
-            first = residual * x + (act(n @ gate) * (n @ up)) @ down
+            first = residual * x + gated(act, n @ gate, n @ up, limit) @ down
             x, norm, up, down, up_bias, down_bias = plain
             second = act(plain_norm(x, norm) @ up + up_bias) @ down + down_bias
             results.append((first, residual * x + second))
         return results
 
-    same_gradients(f, formula, [(gated_args(kind), plain_args(kind)) for _, kind, _ in CASES])
+    same_gradients(f, formula, [(gated_args(kind), plain_args(kind)) for _, kind, *_ in CASES])
 
 
 NO_PRODUCTS = dataclasses.replace(coat.COAT_PAPER, fp8_linear=False)
 FP8_CASES = {
-    "fp8_linear": (coat.FP8_LINEAR, "silu", "rms", True),
-    "blocks of 32, no norm": (dataclasses.replace(coat.COAT_PAPER, block=32), "relu2", None, False),
-    "no FP8 products": (NO_PRODUCTS, "silu", "rms", True),
-    "coat_paper": (coat.COAT_PAPER, "gelu_tanh", "layer", True),
-}
+    "fp8_linear": (coat.FP8_LINEAR, "silu", "rms", True, 0.7),
+    "blocks of 32, no norm": (
+        dataclasses.replace(coat.COAT_PAPER, block=32), "relu2", None, False, None
+    ),
+    "no FP8 products": (NO_PRODUCTS, "silu", "rms", True, None),
+    "coat_paper": (coat.COAT_PAPER, "gelu_tanh", "layer", True, 0.7),
+}  # fmt: skip
 
 
 @pytest.mark.costly
 @pytest.mark.parametrize("case", FP8_CASES)
 def test_in_fp8_it_is_its_layers_with_blocks_between_them(case):
-    precision, activation, kind, residual = FP8_CASES[case]
+    precision, activation, kind, residual, limit = FP8_CASES[case]
     act, how = FORMULAS[activation], {"precision": precision}
 
     def keep(x):
@@ -108,14 +118,14 @@ def test_in_fp8_it_is_its_layers_with_blocks_between_them(case):
             return ops.linear(keep(x), weights, biases, **how)
         return ops.norm_linear(x, norm, weights, biases, **how)
 
-    def f(gated, plain):
+    def f(of_gated, plain):
         settings = {"activation": activation, "residual": residual, **how}
-        return ops.gated_mlp(*gated, **settings), ops.mlp(*plain, **settings)
+        return ops.gated_mlp(*of_gated, limit=limit, **settings), ops.mlp(*plain, **settings)
 
-    def composed(gated, plain):
-        x, norm, gate, up, down = gated
+    def composed(of_gated, plain):
+        x, norm, gate, up, down = of_gated
         g, u = first(x, norm, (gate, up))
-        one = residual * x + ops.linear(act(keep(g)) * keep(u), down, **how)
+        one = residual * x + ops.linear(gated(act, keep(g), keep(u), limit), down, **how)
         x, norm, up, down, up_bias, down_bias = plain
         a = act(keep(first(x, norm, up, up_bias)))
         return one, residual * x + ops.linear(a, down, down_bias, **how)

@@ -6,6 +6,7 @@ from ops_cases import draw, some_norm, weight
 
 import coat_jax as coat
 from coat_jax.kernels import gemm
+from coat_jax.kernels.activation import Limited
 from coat_jax.ops import recording
 from coat_jax.ops.norm import save_norm
 from coat_jax.ops.projection import Layers, Mode
@@ -44,7 +45,8 @@ def test_a_norm_is_recorded_as_it_was_computed(precision, recorded):
 @precisions
 def test_an_activation_is_recorded_as_it_was_computed(precision, recorded):
     hidden, mode = [draw(i, (2, 16, F)) for i in range(2)], Mode(precision, "xla")
-    saved, operand = save_activation(hidden, "silu", mode)
-    recording.activation(hidden, saved, "silu", LAYERS, (None,), mode)
+    act = Limited("silu", 1.0)
+    saved, operand = save_activation(hidden, act, mode)
+    recording.activation(hidden, saved, act, LAYERS, (None,), mode)
     again, made = codes_of(recorded["down/input"], operand)
     np.testing.assert_array_equal(again, made)

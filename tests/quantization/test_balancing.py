@@ -64,6 +64,7 @@ def scale_pairs(model, factor=32.0):
         ({"norms": "after"}, {"gate", "attention_norm", "mlp_norm"}, True),
         ({"norm": "layer", "qkv_bias": False}, {"gate"}, False),
         ({"qk_norm": "head"}, {"key_bias", "query_bias"}, False),
+        ({"activation_limit": 0.1}, {"down"}, True),
         ({"norms": "after", "qk_norm": "all"}, {"query", "key", "query_bias"}, True),
         ({}, {"embed", "head"}, True),
     ],
@@ -78,7 +79,7 @@ def test_it_computes_the_same_numbers(changes, unchanged, scan):
     assert changed
     names = {str(name) for path in changed for name in path}
     of_keys = {"query", "key"} if "qk_norm" not in changes else {"query_norm", "key_norm"}
-    assert {"value", "out", "up", "down"} | of_keys <= names
+    assert {"value", "out", "up", "down"} - unchanged | of_keys <= names
     assert not names & unchanged
     assert all(after[path].dtype == x.dtype for path, x in before.items())
 

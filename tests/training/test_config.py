@@ -104,6 +104,7 @@ def test_decay_steps_count_for_wsd_only_and_shares_may_be_rounded_up():
 
 
 NUMBERS = ["model.z_loss", "model.norm_eps", "model.rotary.theta", "model.rotary.scaling"]
+NUMBERS += ["model.activation_limit"]
 NUMBERS += [f"optimizer.{name}" for name in ("learning_rate", "eps", "clip_norm", "weight_decay")]
 COUNTS = ["total_steps", "global_batch_size", "sequence_length", "gradient_accumulation_steps"]
 COUNTS += ["seed", "log_every", "evaluation.every", "evaluation.batches", "data.end_of_text"]

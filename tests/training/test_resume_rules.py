@@ -37,6 +37,7 @@ def test_what_does_not_matter_is_not_reported():
     [
         ({"total_steps": 20}, "total_steps was 10, now 20"),
         ({"model": {"remat": "layer"}}, "model.remat was None, now 'layer'"),
+        ({"model": {"activation_limit": 10}}, "model.activation_limit was None, now 10"),
         ({"model": {"precision": "fp8_linear"}}, "model.precision.fp8_linear was False, now True"),
         ({"optimizer": {"learning_rate": 1.0}}, "optimizer.learning_rate was 0.003, now 1.0"),
     ],

@@ -36,7 +36,10 @@ def sigmoid(x):
 
 @triton.jit
 def activation(x, ACT: tl.constexpr):
-    """act(x) and its derivative."""
+    """act(x) and its derivative, where x is at most ACT.limit if there is a limit."""
+    unlimited = x
+    if ACT.limit is not None:
+        x = tl.where(x > ACT.limit, ACT.limit, x)  # NaN stays
     if ACT.name == "silu":
         s = sigmoid(x)
         value = x * s
@@ -62,7 +65,17 @@ def activation(x, ACT: tl.constexpr):
         tl.static_assert(ACT.name == "relu2", "no activation of this name")
         slope = 2.0 * tl.maximum(x, 0.0)
         value = 0.25 * slope * slope
+    if ACT.limit is not None:
+        slope = tl.where(unlimited > ACT.limit, 0.0, slope)
     return value, slope
+
+
+@triton.jit
+def limit_up(u, ACT: tl.constexpr):
+    """u from -ACT.limit to ACT.limit if there is a limit."""
+    if ACT.limit is not None:
+        u = tl.where(u > ACT.limit, ACT.limit, tl.where(u < -ACT.limit, -ACT.limit, u))
+    return u
 
 
 @triton.jit
@@ -101,11 +114,12 @@ def activation_forward_tile(
     )  # fmt: skip
     a, _ = activation(g, ACT)
     if ACT.gated:
-        a *= store_blocks(
+        u = store_blocks(
             load_tile(up, row, column, TILES),
             up_codes, up_exponents, row, column, first, within,
             ACT.stochastic, True, F8, TILES,
         )  # fmt: skip
+        a *= limit_up(u, ACT)
     store_maxima(maxima, magnitude_bits(a), row, ACT.per_maximum, TILES)
 
 
@@ -118,7 +132,7 @@ def activation_cast_tile(
     row, column = tile_indices(TILES)
     a, _ = activation(load_blocks(gate_codes, gate_exponents, row, column, TILES), ACT)
     if ACT.gated:
-        a *= load_blocks(up_codes, up_exponents, row, column, TILES)
+        a *= limit_up(load_blocks(up_codes, up_exponents, row, column, TILES), ACT)
     q = round_to_fp8(a * (1.0 / tl.load(scale)), F8).to(out.dtype.element_ty)
     store_tile(q, out, row, column, TILES)
 
@@ -147,14 +161,20 @@ def activation_backward_weighted_tile(
         weight = tl.load(weights + row, mask=row < TILES.rows, other=0.0)[:, None]
         of_first, of_second = weight * of_first, weight * of_second
     if ACT.gated:
+        of_up = d * a
+        if ACT.limit is not None:
+            u = load_blocks(up_codes, up_exponents, row, column, TILES)
+            of_up = tl.where(tl.abs(u) > ACT.limit, 0.0, of_up)
         q = round_tile(
-            d * a * of_second, gradient_rows, columns, row, column,
+            of_up * of_second, gradient_rows, columns, row, column,
             ACT.stochastic, GRADIENT_F8, TILES,
         )  # fmt: skip
         q = q.to(second.dtype.element_ty)
         store_tile(q, second, row, column, TILES)
         store_transposed(q, second_transposed, row, column, TILES)
-        u = load_blocks(up_codes, up_exponents, row, column, TILES)
+        if ACT.limit is None:
+            u = load_blocks(up_codes, up_exponents, row, column, TILES)
+        u = limit_up(u, ACT)
         a *= u
         if ACT.weighted:
             offsets, mask = block_offsets(row, TILES.width, TILES)
@@ -228,11 +248,12 @@ def activation_forward_exact_tile(
     a_rounded, _ = activation(v, ACT)
     if ACT.gated:
         v = load_hidden(up, row_scale, up_scale, row, column, TILES)
-        a *= v
-        a_rounded *= store_blocks(
+        a *= limit_up(v, ACT)
+        v = store_blocks(
             v, up_codes, up_exponents, row, column, first, within,
             ACT.stochastic, True, F8, TILES,
         )  # fmt: skip
+        a_rounded *= limit_up(v, ACT)
     bits = tl.maximum(magnitude_bits(a), magnitude_bits(a_rounded))
     largest = store_maxima(maxima, bits, row, ACT.per_maximum, TILES)
     a = tl.reshape(a, [TILES.height, TILES.width // ACT.per_maximum, ACT.per_maximum])

@@ -7,7 +7,7 @@ A program has one row, ROW being a `few_rows.Row`, or one head of a row, HEADS b
 import triton
 import triton.language as tl
 
-from coat_jax.kernels.triton.activation import activation
+from coat_jax.kernels.triton.activation import activation, limit_up
 from coat_jax.kernels.triton.arithmetic import exp2
 from coat_jax.kernels.triton.blocks import magnitude_bits
 from coat_jax.kernels.triton.formats import round_to_bf16, round_to_fp8, through_fp8
@@ -38,7 +38,7 @@ def activate_and_round_row(
 ):  # fmt: skip
     scale = tl.load(product_scale + tl.program_id(0))
     a, _ = activation(scale * add_parts(gate, ROW), ACT)
-    v = a * (scale * add_parts(up, ROW))
+    v = a * limit_up(scale * add_parts(up, ROW), ACT)
     round_row(v, codes, row_scale, sums, counts, ROW, F8)
 
 

@@ -117,6 +117,7 @@ REQUIRED = {
     "hidden_act": (*ACTIVATION_NAMES, None),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
+    "swiglu_limit": (None,),
     "attention_dropout": (0, None),
     "clip_qkv": (None,),
     "quantization_config": (None,),
@@ -309,6 +310,11 @@ def to_json(config: Config, dtype: Any) -> dict[str, Any]:
         raise UserError(
             f"transformers cannot compute activation={brief(config.activation)}: a model to be "
             f"exported has one of {', '.join(dict.fromkeys(ACTIVATION_NAMES.values()))}."
+        )
+    if config.activation_limit is not None:
+        raise UserError(
+            f"transformers cannot compute a {model_type} with activation_limit="
+            f"{config.activation_limit:g}: generate and evaluate from the folder of the run."
         )
     data: dict[str, Any] = {"architectures": [name], "model_type": model_type}
     names = FIELDS | {"ffn": architecture.ffn}

@@ -274,6 +274,7 @@ LLAMAS = [
     ({"mlp_bias": True}, "mlp_bias=True"),
     ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
     ({"clip_qkv": 8.0}, "clip_qkv=8.0"),
+    ({"swiglu_limit": 7.0}, "swiglu_limit=7.0"),
     ({"quantization_config": {"bits": 4}}, "quantization_config="),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     ({"vocab_size": "absent"}, "vocab_size=None must be a whole number"),
@@ -318,6 +319,7 @@ def test_a_model_that_transformers_does_not_have_is_not_saved(tmp_path, monkeypa
     monkeypatch.setitem(ops.ACTIVATIONS, "tanh", jnp.tanh)
     for changes, message in (
         ({"activation": "tanh"}, r"cannot compute activation='tanh': .* silu, gelu,"),
+        ({"activation_limit": 10}, "cannot compute a llama with activation_limit=10: generate"),
         ({"norms": "after"}, NONE),
         ({"qkv_bias": True, "qk_norm": "head"}, NONE),
         ({"norm": "layer", "norm_eps": 1e-6}, NONE),
