@@ -7,8 +7,6 @@
                 with one microbatch of it; layers in a loop: unrolled, they take as much or less
     recipe      Llama-2-7B in COAT on 1, 2, 4 and 8 GPUs, parameters and moments sharded over all
                 of them. With 16 sequences on each, 1, 2 and 4 were measured (`training_throughput`)
-    vision      what SmolVLM-256M saves for its backward pass, with a picture and 64 tokens of text,
-                by which parts are in FP8: counted, not compiled
     experts     OLMoE with 6.9 billion parameters on one GPU, in COAT and in BF16
     released    Llama-2-7B in COAT with gradients kept until the end of the backward pass, and with
                 `--optimizer.release_gradients`
@@ -22,7 +20,6 @@ from typing import Any
 
 from coat_jax.training.config import TrainConfig, in_bf16
 from coat_jax.training.config_files import load_config
-from coat_jax.training.report.accounting import saved_activations
 from experiments import records
 from experiments.command import parser_of
 from experiments.hopper import memory_of
@@ -40,12 +37,6 @@ LLAMA2_7B = "llama2_7b:one_gpu"
 RECIPES = ((8, 8), (8, 16), (4, 8), (2, 8), (1, 8))  # GPUs, and sequences on each
 BATCHES = ((1, 256), (1, 2048), (4, 2048), (16, 2048))  # sequences and their length
 WAYS = {"kept": False, "released": True}
-PARTS = {  # the precision of the decoder, and of the tower
-    "BF16": ("bf16", "bf16"),
-    "COAT in the decoder alone": ("coat", "bf16"),
-    "COAT": ("coat", "coat"),
-    "COAT_LEAN": ("coat_lean", "coat_lean"),
-}
 
 Figures = dict[str, Any]
 
@@ -102,20 +93,6 @@ def released_memory() -> Figures:
     return figures
 
 
-def vision_memory() -> Figures:
-    """Bytes by the parts that are in FP8."""
-    config = load_config("smolvlm_256m")
-    data = dataclasses.replace(config.data, pictures_per_row=1)
-    length = config.model.features + 64
-    config = dataclasses.replace(config, data=data, sequence_length=length)
-    figures = {}
-    for name, (whole, tower) in PARTS.items():
-        model = dataclasses.replace(config.model, precision=whole, tower_precision=tower)
-        figures[name] = saved_activations(dataclasses.replace(config, model=model), 1)
-        print(f"{name:32} {figures[name] / 1e6:6.1f} MB", flush=True)
-    return figures
-
-
 def experts_memory() -> Figures:
     """By variant."""
     coat = load_config("olmoe_7b:one_gpu")
@@ -129,8 +106,12 @@ def _compiled(config: TrainConfig, gpus: int, name: str) -> Figures:
     return memory
 
 
-CASES = {"config": config_memory, "recipe": recipe_memory}
-CASES |= {"vision": vision_memory, "experts": experts_memory, "released": released_memory}
+CASES = {
+    "config": config_memory,
+    "recipe": recipe_memory,
+    "experts": experts_memory,
+    "released": released_memory,
+}
 
 
 if __name__ == "__main__":

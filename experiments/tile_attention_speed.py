@@ -62,7 +62,10 @@ def main() -> None:
         None
         if options.no_torch
         else run_worker(
-            "experiments.tile_attention_speed", f"--worker={json.dumps(one)}", limit=LIMIT
+            "experiments.tile_attention_speed",
+            f"--worker={json.dumps(one)}",
+            limit=LIMIT,
+            JAX_PLATFORMS="cpu",
         )
         for one in told
     ]
@@ -191,6 +194,7 @@ def in_torch(name: str, small: bool) -> Iterator[Case]:
         return  # where FlexAttention has no backward pass
     rows, slots = tiles.count * tiles.slots, tiles.slots
     compiled = flex_attention if small else torch.compile(flex_attention)
+    block_mask = create_block_mask if small else torch.compile(create_block_mask)
     for window in windows(tiles):
         lists = tiles.window(window)
         pairs = torch.from_numpy(np.array(visible_pairs(lists)[0, 0])).to(device)
@@ -199,7 +203,7 @@ def in_torch(name: str, small: bool) -> Iterator[Case]:
             del b, h
             return pairs[query // slots, key // slots] & (key % slots < tiles.tokens)
 
-        mask = create_block_mask(sees, None, None, rows, rows, device=device)
+        mask = block_mask(sees, None, None, rows, rows, device=device)
         attend = functools.partial(compiled, block_mask=mask)
         yield timed("torch, FlexAttention", float(lists.density[0]), attend, rows)
 

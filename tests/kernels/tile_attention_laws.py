@@ -40,8 +40,9 @@ class TileAttentionLaws:
                 o, pull = jax.vjp(attend, q, k, v)
                 return o, *pull(do)
 
-            # Probabilities in E4M3 are relative to the largest score so far, or of all.
-            bound = 0.02 if request.param == "fp8" or self.dtype == "bfloat16" else 1e-5
+            # Probabilities in E4M3 are relative to the largest score so far, or of all: each is
+            # rounded otherwise, by 2^-4 at most.
+            bound = 0.03 if request.param == "fp8" or self.dtype == "bfloat16" else 1e-5
             for pair in zip(of("triton"), of("xla"), strict=True):
                 got, wanted = (np.asarray(x, np.float64) for x in pair)
                 assert np.linalg.norm(got - wanted) < bound * np.linalg.norm(wanted)
