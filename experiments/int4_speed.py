@@ -46,7 +46,7 @@ LAYER_ROWS = (1, 16, 64)  # where XLA may use its own Triton GEMMs: these take l
 LOOPS = ((2, 3), (4, 3), (4, 4), (4, 5), (8, 3), (8, 4))
 SCHEDULES = tuple(
     (channels, *loop, programs)
-    for channels, loop, programs in itertools.product((32, 64, 128), LOOPS, (264, 528, 1056))
+    for channels, loop, programs in itertools.product((32, 64, 128), LOOPS, (256, 512, 1024))
 )
 SCHEDULE_ROWS = (1, 16, 64)
 SHOWN = 10  # lines

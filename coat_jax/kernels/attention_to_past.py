@@ -82,6 +82,8 @@ def attend_in_parts(
     slots = past.keys.codes.shape[3]
     parts = min(-(-PROGRAMS // (q.shape[0] * q.shape[1])), -(-slots // LEAST))
     block = BLOCK_OF_ONE if q.shape[2] == 1 else BLOCK
+    # Where programs are many, they hide each other's latency.
+    stages = STAGES if q.shape[0] * q.shape[1] <= PROGRAMS else STAGES - 1
 
     def grid(q: Array, *others: Array) -> dict[str, Any]:
         del others
@@ -90,10 +92,10 @@ def attend_in_parts(
         has = past.keys.scale is not None, past.keys.zero is not None
         integers = jnp.issubdtype(past.keys.codes.dtype, jnp.integer)
         spec = Spec(
-            *(parts, batch * heads, heads, group, rows, width, slots, block, STAGES),
+            *(parts, batch * heads, heads, group, rows, width, slots, block, stages),
             *(*has, integers, scale * LOG2_E),
         )
-        return {"programs": batch * heads * parts, "warps": WARPS, "stages": STAGES, "SPEC": spec}
+        return {"programs": batch * heads * parts, "warps": WARPS, "stages": stages, "SPEC": spec}
 
     stored = [zip(of, (CODES, SCALE, SCALE), strict=True) for of in past]
     own = [zip(of, (OWN_CODES, OWN_SCALE, OWN_SCALE), strict=True) for of in new]

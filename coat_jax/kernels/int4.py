@@ -24,7 +24,7 @@ from coat_jax.numerics.four_bits import GROUP
 # Among the fastest of those tried on an H200, for each shape and number of rows.
 SCHEDULE = Schedule(64, 16, 4, 3)  # channels and, at least, rows of x
 FEW_ROWS = 64
-PROGRAMS = 264  # two for each processor of an H200
+PROGRAMS = 512  # at most, if a weight is divided: about four for each processor of an H200
 MOST_WEIGHTS = 3  # of a launch
 COUNTS = 512  # at most, blocks of channels in `add_product`
 
@@ -184,7 +184,7 @@ def _launch_arguments(
 
 def _groups_of_a_part(groups: int, blocks: int) -> int:
     """How many groups a program sums, so that there are enough programs."""
-    part = -(-groups // -(-PROGRAMS // blocks))
+    part = -(-groups // max(1, PROGRAMS // blocks))
     # On a mesh inputs may be sharded, into whole parts.
     while jax.sharding.get_abstract_mesh().size > 1 and groups % part:
         part += 1
