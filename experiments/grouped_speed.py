@@ -16,7 +16,7 @@ Claim: a layer of 64 or 128 experts takes less than 1 / 1.4 of the time of the f
     JAX             the same in BF16 through `lax.ragged_dot`, only where there is the memory: XLA
                     expands every row to one for each expert, most of them zero
     tokamax         the plain formula through `tokamax.ragged_dot`, where it is installed
-    torch           the plain formula through `torch._grouped_mm`, where it has CUDA
+    torch           the plain formula through `torch._grouped_mm`, on CUDA, compiled or not
 
 Ways in JAX run in turns; torch in a process before.
 """
@@ -372,12 +372,17 @@ def in_torch(name: str, route: str, small: bool) -> Iterator[Case]:
             times.append(1e3 * (time.perf_counter() - begin))
         return statistics.median(times[3:])
 
-    with torch.no_grad():
-        forward = milliseconds(mlp)
-    # Not `backward`, which would add each gradient to that of the call before.
     inputs = x, gate, up, down, weights
-    both = milliseconds(lambda: torch.autograd.grad(mlp(), inputs, dy))
-    yield {"way": "torch._grouped_mm, BF16", "forward": forward, "both": both}
+
+    def gradients(function: Callable[[], Any]) -> Any:
+        """Not by `backward`, which would add each gradient to that of the call before."""
+        return torch.autograd.grad(function(), inputs, dy)
+
+    for how_run, function in {"": mlp, ", compiled": torch.compile(mlp)}.items():
+        with torch.no_grad():
+            forward = milliseconds(function)
+        both = milliseconds(functools.partial(gradients, function))
+        yield {"way": f"torch._grouped_mm, BF16{how_run}", "forward": forward, "both": both}
 
 
 if __name__ == "__main__":

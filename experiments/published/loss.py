@@ -76,7 +76,7 @@ PARTS = [
     ("activations saved in FP8", "muon", "", "muon_saved"),
     ("... in E3M2, 6 bits", "muon", "", "muon_saved_norms_and_hidden_e3m2"),
     ("... in E2M1, 4 bits", "muon", "", "muon_saved_norms_and_hidden_e2m1"),
-    ("... in NVFP4, 4 bits with finer scales", "muon", "", "muon_saved_norms_and_hidden_nvfp4"),
+    ("... in NVFP4", "muon", "", "muon_saved_norms_and_hidden_nvfp4"),
     (
         "attention's operands saved in FP8, too", "muon", "muon_coat_bf16_forward",
         "muon_coat_lean_bf16_forward",
@@ -85,12 +85,12 @@ PARTS = [
         "... and rounded in the forward pass", "muon", "muon_coat_bf16_forward",
         "muon_coat_lean_bf16_forward@6",
     ),
-    ("activations rounded to nearest, not stochastically", "adamw", "saved", "saved_nearest"),
+    ("activations rounded to nearest", "adamw", "saved", "saved_nearest"),
     (
-        "forward products in BF16 in the first quarter, in `COAT`", "muon", "muon_coat",
+        "`COAT` with BF16 forward products, first quarter", "muon", "muon_coat",
         "muon_coat_after_bf16_forward",
     ),
-    ("... in the last twentieth", "muon", "muon_coat", "muon_coat_before_bf16_forward"),
+    ("... last twentieth", "muon", "muon_coat", "muon_coat_before_bf16_forward"),
     ("products summed in FP32, in `COAT`", "adamw", "coat", "coat_exact_sums"),
     ("stochastic operands, backward, in `COAT`", "adamw", "coat", "coat_stochastic_backward"),
     ("AdamW's moments in 8 bits", "adamw", "", "moments"),
@@ -106,7 +106,6 @@ OPERANDS = {
     "weights": "weights_rounded",
     "inputs and gradients of backward products": "backward_rounded",
     "all, and saved activations: `COAT`": "coat",
-    "the same, forward products in INT8: `COAT_INT8`": "coat_int8",
 }
 
 
@@ -187,26 +186,11 @@ def brief() -> list[list[str]]:
 
 def by_part() -> list[list[str]]:
     """What single changes cost, relative to the same seeds without them."""
-    rows = [["what changes", "runs", "training loss, %"]]
+    rows = [["what changes", "training loss, %"]]
     for name, study, before, after in PARTS:
         if effect := effects(study, above=before).effects.get(after):
-            rows.append([name, _name(study), _written(effect, _digits(study))])
-    return rows
-
-
-def by_run() -> list[list[str]]:
-    """What presets cost by size, optimizer and tokens."""
-    columns = {
-        "`COAT_BF16_FORWARD`": ("coat_bf16_forward", ""),
-        "`COAT_INT8`": ("coat_int8", ""),
-        "`COAT`": ("coat", ""),
-        "`COAT`, held out": ("coat", "own"),
-    }
-    rows = [["parameters, optimizer", "M tokens", "noise floor", *columns]]
-    for study, (name, _, _, muon) in STUDIES.items():
-        prefix = "muon_" if muon else ""
-        cells = (_cell(study, prefix + arm, held_out) for arm, held_out in columns.values())
-        rows.append([name, tokens(study), apart(study), *cells])
+            optimizer = "" if STUDIES[study].muon else " (AdamW)"
+            rows.append([name + optimizer, _written(effect, _digits(study))])
     return rows
 
 
