@@ -18,10 +18,12 @@ Claim: at a fifth of the tiles, FP8 forward and BF16 backward take less than a t
 
 import argparse
 import functools
+import itertools
 import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,8 @@ DENSITIES = (0.1, 0.2, 0.35, 0.5, 1.0)
 NEAR = 0.03  # of a density
 LIMIT = 240.0  # seconds for torch
 BATCHES = {"warmup": 1, "batches": 5, "calls": 2}
+CUDNN = "cuDNN, BF16, dense"
+KINDS = {"forward": "forward", "both": "with backward"}
 
 Case = dict[str, Any]
 
@@ -47,6 +51,7 @@ def main() -> None:
     parser.add_argument("--only", choices=GRIDS, help="one of the grids")
     parser.add_argument("--small", action="store_true", help="tiny sizes, to try this script")
     parser.add_argument("--no-torch", action="store_true", help="leave torch out")
+    parser.add_argument("--draw", action="store_true", help="only draw the results that are there")
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -55,6 +60,10 @@ def main() -> None:
         return
     from experiments import records
 
+    path = options.out / "tile_attention_speed.json"
+    if options.draw:
+        draw(records.read(path)["cases"], path.with_suffix(".png"))
+        return
     names = [options.only] if options.only else list(GRIDS)
     told = [{"name": name, "small": options.small} for name in names]
     # JAX takes most of the GPU's memory and keeps it.
@@ -78,7 +87,42 @@ def main() -> None:
             words = f"forward {case['forward']:8.2f} ms, with backward {case['both']:8.2f} ms"
             print(f"{case['grid']:5} {case['way']:22} {case['density']:5.2f}  {words}", flush=True)
             figures = {"heads": HEADS, "width": WIDTH, "cases": cases}
-            records.write(options.out / "tile_attention_speed.json", figures)
+            records.write(path, figures)
+    draw(cases, path.with_suffix(".png"))
+
+
+def draw(cases: list[Case], path: Path) -> None:
+    """Draws how many times as fast as cuDNN each way is, over the share of tiles."""
+    import matplotlib.pyplot as plt
+
+    from experiments import records
+
+    grids = list(dict.fromkeys(case["grid"] for case in cases))
+    ways = list(dict.fromkeys(case["way"] for case in cases if case["way"] != CUDNN))
+    with plt.rc_context(records.CHART | {"axes.grid.axis": "both"}):
+        shape = {"nrows": len(KINDS), "ncols": len(grids)}
+        size = {"figsize": (3.4 * len(grids) + 1.6, 5.6), "squeeze": False}
+        figure, axes = plt.subplots(**shape, **size, sharex=True, sharey=True)
+        for (row, kind), (column, grid) in itertools.product(enumerate(KINDS), enumerate(grids)):
+            panel, of_grid = axes[row, column], [case for case in cases if case["grid"] == grid]
+            (dense,) = (case for case in of_grid if case["way"] == CUDNN)
+            for way, color in zip(ways, records.LINES, strict=False):
+                points = [
+                    (case["density"], dense[kind] / case[kind])
+                    for case in of_grid
+                    if case["way"] == way
+                ]
+                panel.plot(*zip(*sorted(points), strict=True), "o-", ms=4, color=color, label=way)
+            panel.axhline(1, color=records.INK, lw=0.8)
+            panel.set(xscale="log", yscale="log", title=f"{grid}, {KINDS[kind]}")
+            for axis, ticks in ((panel.xaxis, (0.1, 0.2, 0.5, 1)), (panel.yaxis, (1, 2, 5, 10))):
+                axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
+                axis.minorticks_off()
+        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right center")
+        figure.supxlabel("share of tiles")
+        figure.supylabel("times as fast as dense attention by cuDNN")
+        figure.savefig(path)
+        plt.close(figure)
 
 
 def window_of(tiles: Any, density: float) -> tuple[int, ...]:
@@ -116,7 +160,7 @@ def in_jax(name: str, small: bool) -> Iterator[Case]:
         q, k, v = (jnp.pad(x, even) for x in (q, k, v))
         return jax.nn.dot_product_attention(q, k, v, implementation=how)[:, : shape[1]]
 
-    attends: list[tuple[str, float, Callable[..., Any]]] = [("cuDNN, BF16, dense", 1.0, dense)]
+    attends: list[tuple[str, float, Callable[..., Any]]] = [(CUDNN, 1.0, dense)]
     for window in windows(tiles):
         lists = tiles.window(window)
         for form in ("fp8", "bf16"):

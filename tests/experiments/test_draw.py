@@ -12,6 +12,7 @@ DRAWN = {
     "communication": "communication",
     "format_sqnr": "format_sqnr",
     "layers.saved": "activation_memory",
+    "tile_attention_speed": "tile_attention_speed",
     "training_throughput": "training_throughput",
 }
 
