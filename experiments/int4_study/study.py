@@ -14,6 +14,7 @@ from experiments.int4_study.increases import (
     ratio,
     ways_of,
 )
+from experiments.int4_study.picture import draw
 from experiments.int4_study.ways import RIVALS, WAYS
 from experiments.loss_study import study as loss_study
 from experiments.loss_study.arms import SIZES
@@ -45,9 +46,10 @@ def seconds_of(call: Call) -> float:
 
 def show(rows: list[Row], folder: Path | None) -> None:
     """Prints increases, their ratios to FireQ's, and how they depend on the training."""
-    del folder
     for conditions, group in conditions_of(rows).items():
         arms, kinds = by_arm(group), ways_of(group)
+        if folder is not None:
+            draw(conditions, group, folder / f"int4_study_{group[0]['size'].lower()}.png")
         cells = [["", *arms]]
         for way in kinds:
             cells.append([way, *(_nats(mean_increase(of_arm, way)) for of_arm in arms.values())])
