@@ -12,6 +12,8 @@ import pytest
 pytest.importorskip("jax_triton")
 from train_cases import ONE, random_batches, small, stepper
 
+from coat_jax.models.config import Experts
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.several_gpus,
@@ -38,8 +40,22 @@ TWO = [(2, 1, 1), (1, 2, 1), (1, 1, 2)]
 @pytest.mark.parametrize("sizes", FOUR if jax.device_count() >= 4 else TWO, ids=str)
 @pytest.mark.parametrize("precision", ["bf16", "coat", "coat_lean"])
 def test_losses_do_not_depend_on_the_mesh(precision, sizes):
-    optimizer = {"name": "adamw" if precision == "bf16" else "fp8_adamw"}
-    config = small(WIDE | {"precision": precision}, optimizer, sequence_length=256)
+    state = compare({"precision": precision}, sizes)
+    _, fsdp, tensor = sizes
+    for leaf in jax.tree.leaves((state.params, state.moments)):
+        if leaf.size >= 512 * 512:  # a matrix or its codes: nothing large is whole anywhere
+            assert leaf.addressable_shards[0].data.size == leaf.size // (fsdp * tensor)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)], ids=str)
+def test_losses_of_experts_do_not_depend_on_the_mesh(sizes):
+    compare({"precision": "coat", "ffn": 256, "experts": Experts(count=8, chosen=2)}, sizes)
+
+
+def compare(model, sizes):
+    """The state after some steps on a mesh, whose losses are those of one GPU."""
+    optimizer = {"name": "adamw" if model["precision"] == "bf16" else "fp8_adamw"}
+    config = small(WIDE | model, optimizer, sequence_length=256)
     batches = random_batches(8, config)
     _, alone = stepper(config, ONE).run(batches)
     state, spread = stepper(config, sizes).run(batches)
@@ -51,7 +67,4 @@ def test_losses_do_not_depend_on_the_mesh(precision, sizes):
     np.testing.assert_allclose(losses[1, 0], losses[0, 0], rtol=5e-4)
     np.testing.assert_allclose(losses[1], losses[0], rtol=5e-3)
     np.testing.assert_allclose(norms[1], norms[0], rtol=5e-2)
-    _, fsdp, tensor = sizes
-    for leaf in jax.tree.leaves((state.params, state.moments)):
-        if leaf.size >= 512 * 512:  # a matrix or its codes: nothing large is whole anywhere
-            assert leaf.addressable_shards[0].data.size == leaf.size // (fsdp * tensor)
+    return state
