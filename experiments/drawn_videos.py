@@ -24,7 +24,7 @@ COLORS = {
 DIRECTIONS = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 WORDS = (*SHAPES, *COLORS, *DIRECTIONS)
 STRENGTH = 3.0  # of a word in a text
-WAY, SIZE = 0.35, 0.2  # how far a shape moves, and its radius, as shares of the picture's side
+WAY, SIZE = 0.35, 0.28  # how far a shape moves, and its radius, as shares of the picture's side
 TIMES = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 Video = tuple[Float[np.ndarray, "F H W 3"], Float[np.ndarray, "shapes words"]]

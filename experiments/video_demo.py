@@ -1,8 +1,8 @@
 """One tiny video transformer, trained in BF16 and in FP8 with sparse attention: moving shapes.
 
-    BF16     BF16 layers, dense attention, AdamW with FP32 moments
+    BF16     BF16 layers, dense attention, Muon with an FP32 momentum
     FP8      FP8 layers and saved activations; attention in FP8, and to half of the tiles while a
-             video is mostly noise; AdamW with 8-bit moments
+             video is mostly noise; Muon with an 8-bit momentum
 
 Both start from the same parameters and see the same videos, times and noise. A video shows one
 shape of one color that moves in one direction, which its text names. Reported is the held-out loss
@@ -11,19 +11,21 @@ the same noise. It takes 25 minutes on two idle processors.
 """
 
 import dataclasses
-import functools
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from rich.console import Console
 from rich.table import Table
 from safetensors.numpy import save_file
 
+import coat_jax as coat
 from coat_jax.models.video import Config, TiledAttention, VideoTransformer, sample
 from coat_jax.training.checkpoint import weights
 from coat_jax.training.config import (
@@ -65,16 +67,21 @@ MODEL = Config(
 )
 # 4 x 2 x 1 tiles of as many tokens as the kernels take at least.
 HALF = TiledAttention(tile=(2, 4, 8), windows=(None, (2, 2, 1)), until=(0.5,))
-WAYS: dict[str, tuple[Config, str]] = {
-    "BF16": (dataclasses.replace(MODEL, precision="bf16"), "adamw"),
-    "FP8": (dataclasses.replace(MODEL, attention=HALF), "fp8_adamw"),
+MUON = {
+    "consistent_rms": 0.2,
+    "adam_b2": 0.95,
+    "muon_weight_dimension_numbers": coat.optax.hidden_matrices,
+}
+WAYS: dict[str, tuple[Config, Any]] = {
+    "BF16": (dataclasses.replace(MODEL, precision="bf16"), partial(optax.contrib.muon, **MUON)),
+    "FP8": (dataclasses.replace(MODEL, attention=HALF), partial(coat.optax.fp8_muon, **MUON)),
 }
 
 
 def main() -> None:
     """Draws, trains, reports, samples."""
     parser = parser_of(__doc__)
-    parser.add_argument("--steps", type=int, default=1500, help="of training (default: 1500)")
+    parser.add_argument("--steps", type=int, default=3000, help="of training (default: 3000)")
     parser.add_argument("--videos", type=int, default=4096, help="to train on (default: 4096)")
     options = parser.parse_args()
     console, folder = Console(), ROOT / "out" / "video_demo"
@@ -87,9 +94,9 @@ def main() -> None:
         latents, text = stacked(map(drawn, numbers))
         save_file({"latents": latents, "text": text}, folder / f"{name}.safetensors")
     models: dict[str, VideoTransformer] = {}
-    for name, (model, optimizer) in WAYS.items():
+    for name, (model, muon) in WAYS.items():
         console.rule(name)
-        train_whole(config_of(model, optimizer, options.steps, folder, name), console)
+        train_whole(config_of(model, muon, options.steps, folder, name), console)
         models[name] = weights.load(folder / name)
     console.rule("Results")
     held_out = [drawn(number) for number in range(options.videos, options.videos + HELD_OUT)]
@@ -107,7 +114,7 @@ def drawn(number: int) -> Video:
     return video(number, FRAMES, SIDE)
 
 
-def config_of(model: Config, optimizer: str, steps: int, folder: Path, name: str) -> TrainConfig:
+def config_of(model: Config, muon: Any, steps: int, folder: Path, name: str) -> TrainConfig:
     """The trainer's config of a way."""
     return TrainConfig(
         model=model,
@@ -116,11 +123,11 @@ def config_of(model: Config, optimizer: str, steps: int, folder: Path, name: str
             held_out=(str(folder / "held_out.safetensors"),),
             text_tokens=1,
         ),
-        optimizer=OptimizerConfig(name=optimizer, learning_rate=2e-3, warmup_steps=0.1, b2=0.95),
+        optimizer=OptimizerConfig(transformation=muon, learning_rate=6e-3, warmup_steps=0.1),
         evaluation=EvaluationConfig(every=max(steps // 4, 1)),
         checkpoint=CheckpointConfig(every=steps),
         total_steps=steps,
-        global_batch_size=4,
+        global_batch_size=2,
         sequence_length=int(np.prod(model.grid)),
         out=str(folder / name),
     )
@@ -143,7 +150,7 @@ def paint(out: Path, videos: list[Any], models: dict[str, VideoTransformer]) -> 
     real, text = stacked(videos)
     rows = [real]
     for model in models.values():
-        make = nnx.jit(functools.partial(sample, steps=SAMPLING_STEPS))
+        make = nnx.jit(partial(sample, steps=SAMPLING_STEPS))
         rows.append(np.asarray(make(model, jnp.asarray(text), jax.random.key(1))))
     pixels = to_pixels(np.stack(rows), enlarged=4, gap=2)
     Image.fromarray(contact_sheet(pixels)).save(out / "video_demo.png")
