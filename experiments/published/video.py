@@ -1,7 +1,7 @@
-"""Attention between tiles: docs/video.md."""
+"""Videos, and attention between tiles: docs/video.md."""
 
 from experiments.published.results import bold, of
-from experiments.tile_attention_speed import CUDNN, KINDS
+from experiments.tile_attention_speed import KINDS
 
 NEAR = 0.2  # the share of tiles that the table has, or the nearest
 
@@ -20,5 +20,14 @@ def speed() -> list[list[str]]:
         times = (f"{case[kind]:.1f}" for case in shown for kind in KINDS)
         cells = (bold(cell, way == "ours, FP8") for cell in times)
         rows.append([way, f"{100 * shown[0]['density']:.0f} %", *cells])
-    assert CUDNN in {row[0] for row in rows}
     return rows
+
+
+def demo() -> list[list[str]]:
+    """The held-out losses of the demo's two models, by time."""
+    found = of("video_demo")
+    bf16, fp8 = found["losses"]["BF16"], found["losses"]["FP8"]
+    rows = [["time", *(f"{time}" for time in found["times"])]]
+    rows += [[name, *(f"{loss:.3f}" for loss in found["losses"][name])] for name in ("BF16", "FP8")]
+    above = (f"{100 * (ours / theirs - 1):+.0f} %" for ours, theirs in zip(fp8, bf16, strict=True))
+    return [*rows, ["difference", *above]]
