@@ -10,16 +10,15 @@ def speed() -> list[list[str]]:
     """How long attention between a fifth of the tiles takes, and dense attention, by grid."""
     cases = of("tile_attention_speed")["cases"]
     grids = list(dict.fromkeys(case["grid"] for case in cases))
+    by_distance = sorted(cases, key=lambda case: -abs(case["density"] - NEAR))
+    nearest = {(case["way"], case["grid"]): case for case in by_distance}  # the last of each
     rows = [["ms", "tiles", *(f"{grid}, {kind}" for grid in grids for kind in KINDS.values())]]
     for way in dict.fromkeys(case["way"] for case in cases):
-        shown = [
-            min(of_grid, key=lambda case: abs(case["density"] - NEAR))
-            for grid in grids
-            if (of_grid := [c for c in cases if c["way"] == way and c["grid"] == grid])
-        ]
-        times = (f"{case[kind]:.1f}" for case in shown for kind in KINDS)
+        shown = [nearest.get((way, grid), {}) for grid in grids]
+        times = (f"{case[kind]:.1f}" if case else "" for case in shown for kind in KINDS)
+        share = next(case["density"] for case in shown if case)
         cells = (bold(cell, way == "ours, FP8") for cell in times)
-        rows.append([way, f"{100 * shown[0]['density']:.0f} %", *cells])
+        rows.append([way, f"{100 * share:.0f} %", *cells])
     return rows
 
 
