@@ -10,7 +10,8 @@ programs of other ways. Weights rotate through more memory than the GPU's L2 cac
 
     codes       a product of codes that exist, of cuBLASLt
     expanded    INT4 codes are expanded to FP8 codes, which cuBLASLt multiplies
-    kernel      INT4 codes times FP8 codes in the Triton kernel, as generation adds them to x
+    kernel      INT4 codes times FP8 codes in the Triton kernel; the next launch adds up the parts
+    added       likewise, and the last programs add the parts to the residual stream
     layer       `ops.quantized_linear`: rounds x, multiplies and scales
     jnp.int4    x in BF16, codes in JAX's dtype and a scale for each group, through XLA
 
@@ -107,6 +108,8 @@ def ways(rows: int) -> dict[str, Way]:
     }
     if rows <= MOST_KERNEL_ROWS:
         found["W4A8 kernel"] = Way(E4M3, _int4_weight, _int4_kernel, prepare=_rows)
+    if rows <= int4.ADDED_ROWS:
+        found["W4A8 added"] = Way(E4M3, _int4_weight, _int4_added, prepare=_rows)
     if rows in LAYER_ROWS:
         layer = ops.quantized_linear
         found |= {
@@ -166,6 +169,12 @@ def _rows(x: Array) -> int4.Rows:
 
 def _int4_kernel(rows: int4.Rows, weight: ops.Quantized) -> Array:
     if jax.default_backend() != "gpu":  # where the kernel cannot run
+        return int4.product_of_many_rows(rows.codes, weight.in_int4())
+    return int4.products_of_few_rows(rows, [weight.in_int4()])[0].parts
+
+
+def _int4_added(rows: int4.Rows, weight: ops.Quantized) -> Array:
+    if jax.default_backend() != "gpu":
         return int4.product_of_many_rows(rows.codes, weight.in_int4())
     x = jnp.zeros((rows.codes.shape[0], weight.codes.shape[0]), jnp.bfloat16)
     return int4.add_product(x, rows, weight.in_int4())

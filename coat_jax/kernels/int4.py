@@ -24,6 +24,7 @@ from coat_jax.numerics.four_bits import GROUP
 # Among the fastest of those tried on an H200, for each shape and number of rows.
 SCHEDULE = Schedule(64, 16, 4, 3)  # channels and, at least, rows of x
 FEW_ROWS = 64
+ADDED_ROWS = 32  # with more, the last programs of `add_product` take longer than a launch
 PROGRAMS = 512  # at most, if a weight is divided: about four for each processor of an H200
 MOST_WEIGHTS = 3  # of a launch
 COUNTS = 512  # at most, blocks of channels in `add_product`
@@ -160,8 +161,9 @@ def _launch_arguments(
     def grid(shard: Array, *others: Array) -> dict[str, Any]:
         # Of a shard; the codes of each weight are followed by scales and zeros.
         own = [codes.shape[0] for codes in others[1::3][: len(weights)]]
-        # Two groups are the 128 neighbouring bytes that memory gives at once.
-        together = 2 if width <= 32 else 1  # with more rows, registers would be short
+        # Few steps of many groups wait less, but a loop of very few steps loads nothing ahead.
+        most = 4 if width <= 32 else 2  # with more rows, registers would be short
+        together = min(max(part // GROUP // 8, 1), most)
         spec = Spec(rows, shard.shape[1], part, SCHEDULE.rows, width, together, *own, *[0] * absent)
         blocks = sum(-(-of_weight // SCHEDULE.rows) for of_weight in own)
         return {

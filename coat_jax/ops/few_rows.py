@@ -117,7 +117,7 @@ def _last(
     x: Float[Array, "*rows D"],
     residual: bool,
 ) -> Float[Array, "*rows D"]:
-    if residual and bias is None:
+    if residual and bias is None and hidden.scale.size <= int4.ADDED_ROWS:
         y = int4.add_product(_as_rows(x), hidden, weight.in_int4())
     else:
         (product,) = _products(hidden, [weight], [bias])

@@ -81,18 +81,23 @@ def multiply_block(
     of_x = x + m[None, :] * SPEC.inputs + k[:, None]
     of_part: tl.constexpr = SPEC.part // (2 * HALF)
     first = part * of_part
-    end = tl.minimum(first + of_part, groups)
+    count = tl.minimum(of_part, groups - first)
+    TOGETHER: tl.constexpr = SPEC.together
+    # Blocks begin at different groups: otherwise all programs would read the same few lines of x at
+    # the same time, and the L2 cache serves a line to one after another.
+    turn = (TOGETHER * block) % count
     total = tl.zeros([HEIGHT, WIDTH], tl.float32)
     # Triton loads numbers of less than 4 bytes only where they are used, so they come one group
     # early: otherwise every group would wait for them.
     of_scale = scale + n * groups
-    s = tl.load(of_scale + first, mask=is_channel, other=0.0)
-    TOGETHER: tl.constexpr = SPEC.together
-    for i in range(tl.cdiv(end - first, TOGETHER)):
+    s = tl.load(of_scale + first + turn, mask=is_channel, other=0.0)
+    for i in range(tl.cdiv(count, TOGETHER)):
         for more in tl.static_range(TOGETHER):
-            group = first + TOGETHER * i + more
-            there = group < end
-            next_s = tl.load(of_scale + group + 1, mask=is_channel & (group + 1 < end), other=0.0)
+            step = TOGETHER * i + more
+            there = step < count
+            group = first + turned(step, turn, count)
+            following = first + turned(step + 1, turn, count)
+            next_s = tl.load(of_scale + following, mask=is_channel & (step + 1 < count), other=0.0)
             of_group = tl.load(sums + group * SPEC.rows + m, mask=is_row & there, other=0.0)
             both = tl.load(of_codes + group * HALF, mask=is_channel[:, None] & there, other=0)
             low = (both & 15).to(x.dtype.element_ty, bitcast=True)
@@ -111,6 +116,13 @@ def multiply_block(
             s = next_s
     where = out + (part * SPEC.rows + m[None, :]) * CHANNELS + n[:, None]
     tl.store(where, total, mask=is_channel[:, None] & is_row[None, :])
+
+
+@triton.jit
+def turned(step, turn, count):
+    """The place of a step in a round of `count` that begins at `turn`."""
+    i = step + turn
+    return tl.where(i >= count, i - count, i)
 
 
 @triton.jit
