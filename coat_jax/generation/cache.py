@@ -94,12 +94,11 @@ def decode(
         first = jnp.maximum(first, slot - model.config.window + 1)
 
     def layer(block: nn.TransformerBlock, x: Array, number: Any) -> tuple[Array, nn.Past]:
-        return block.decode(x, positions, nn.Visible(past, number, first, slot))
+        x, new = block.decode(x, positions, nn.Visible(past, number, first, slot))
+        return x, jax.tree.map(_in_words, new)
 
     x, new = _run_layers(model, model.embed_tokens(tokens[:, None]), layer)
-    past = jax.tree.map(
-        lambda old, one: lax.dynamic_update_slice_in_dim(old, one, slot, axis=3), past, new
-    )
+    past = jax.tree.map(lambda old, one: _write(old, one, slot), past, new)
     return model.logits(model.norm(x))[:, 0], Cache(past, cache.starts, slot + 1)
 
 
@@ -125,6 +124,22 @@ def _run_layers(
         x, new = step(x, block, i)
         news.append(new)
     return x, jax.tree.map(lambda *of: jnp.stack(of), *news)
+
+
+def _in_words(stored: Shaped[Array, "... H"]) -> Shaped[Array, "... W"]:
+    """Codes of one byte four at a time, which a GPU copies faster; other arrays as they are."""
+    if stored.dtype.itemsize > 1 or stored.shape[-1] % 4:
+        return stored
+    fours = stored.reshape(*stored.shape[:-1], -1, 4)
+    return lax.bitcast_convert_type(fours, jnp.uint32)
+
+
+def _write(old: Array, words: Array, slot: Int[Array, ""]) -> Array:
+    """Writes the stored heads of one token, which are `_in_words`, into a slot."""
+    written = lax.dynamic_update_slice_in_dim(_in_words(old), words, slot, axis=3)
+    if written.dtype == old.dtype:
+        return written
+    return lax.bitcast_convert_type(written, old.dtype).reshape(old.shape)
 
 
 def _pad(new: Shaped[Array, "L B K S *H"], slots: int, config: Config) -> Shaped[Array, "..."]:
