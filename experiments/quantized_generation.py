@@ -12,8 +12,9 @@ neither time nor memory depends on their values. The phases
     prefill    the prompts of a batch of texts, through to the logits of their last tokens
     decode     then one token of each text at a time, always the likeliest
 
-are timed by the median of several calls. "parameters" are the bytes of all arrays of the model.
-Each case has a process and a GPU of its own; on several GPUs, cases run side by side.
+are timed by the median of several calls; as in `coat.generation`, calls that decode follow each
+other without waiting for the host. "parameters" are the bytes of all arrays of the model. Each case
+has a process and a GPU of its own; on several GPUs, cases run side by side.
 """
 
 import argparse
@@ -34,6 +35,7 @@ MODELS = ("llama2_7b",)
 CACHES = ("none", "int8")
 BATCHES = (1, 16, 64)
 CALLS = 5
+IN_A_ROW = 4  # calls that decode
 
 Case = dict[str, Any]
 
@@ -119,15 +121,24 @@ def measure(options: argparse.Namespace) -> Case:
 
     (name,), (case,), (cache,) = options.models, options.cases, options.cache
     model = model_of(name, case, options.prompt + options.new)
-    arrays = jax.tree.leaves(nnx.state(model))
+    graph, state = nnx.split(model)
+    lowered = [
+        program
+        for batch in options.batches
+        for program in _lowered(graph, state, batch, options, None if cache == "none" else cache)
+    ]
+    with ThreadPoolExecutor() as pool:
+        compiled = [*pool.map(lambda program: program.compile(), lowered)]
     return {
         "model": name,
         "case": case,
         "cache": cache,
-        "parameters": sum(array.nbytes for array in arrays),
+        "parameters": sum(array.nbytes for array in jax.tree.leaves(state)),
         "batches": [
-            _batch(model, batch, options, None if cache == "none" else cache)
-            for batch in options.batches
+            _batch(model, batch, options.prompt, options.new, begin, go_on)
+            for batch, begin, go_on in zip(
+                options.batches, compiled[::2], compiled[1::2], strict=True
+            )
         ],
     }
 
@@ -194,20 +205,19 @@ def _draw(key: Any, kind: str, like: Any, width: int) -> Any:
     return jnp.full(like.shape, constant, like.dtype)
 
 
-def _batch(model: Any, batch: int, options: argparse.Namespace, cache_format: Any) -> Case:
-    """Prefill and decoding of a number of texts."""
+def _lowered(
+    graph: Any, state: Any, batch: int, options: argparse.Namespace, cache_format: Any
+) -> tuple[Any, Any]:
+    """The programs of prefill and of decoding, not compiled yet."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
 
     from coat_jax.generation import decode, prefill
 
-    graph, state = nnx.split(model)
-    slots = options.prompt + options.new
-
     def begin(state: Any, tokens: jax.Array, starts: jax.Array) -> Any:
-        model = nnx.merge(graph, state)
-        logits, cache = prefill(model, tokens, starts, slots, cache=cache_format)
+        slots = options.prompt + options.new
+        logits, cache = prefill(nnx.merge(graph, state), tokens, starts, slots, cache=cache_format)
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
 
     def go_on(state: Any, tokens: jax.Array, cache: Any) -> Any:
@@ -219,31 +229,46 @@ def _batch(model: Any, batch: int, options: argparse.Namespace, cache_format: An
 
         return jax.lax.scan(step, (tokens, cache), None, length=options.new)[0]
 
-    shape, vocab = (batch, options.prompt), model.config.vocab
-    tokens = jax.random.randint(jax.random.key(1), shape, 0, vocab, jnp.int32)
+    tokens, starts = (
+        jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, options.prompt), (batch,))
+    )
+    first = jax.jit(begin)
+    chosen, cache = jax.eval_shape(first, state, tokens, starts)
+    rest = jax.jit(go_on, donate_argnums=2)
+    return first.lower(state, tokens, starts), rest.lower(state, chosen, cache)
+
+
+def _batch(model: Any, batch: int, prompt: int, new: int, begin: Any, go_on: Any) -> Case:
+    """Prefill and decoding of a number of texts, by their programs."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    state = nnx.state(model)
+    tokens = jax.random.randint(
+        jax.random.key(1), (batch, prompt), 0, model.config.vocab, jnp.int32
+    )
     starts = jnp.zeros(batch, jnp.int32)
-    first = jax.jit(begin).lower(state, tokens, starts).compile()
-    prefill_ms = _ms(lambda: first(state, tokens, starts))
-    chosen, cache = first(state, tokens, starts)  # now: there is not room for many large caches
+    prefill_ms = _ms(lambda: begin(state, tokens, starts))
+    chosen, cache = begin(state, tokens, starts)  # now: there is not room for many large caches
     cache_bytes = sum(array.nbytes for array in jax.tree.leaves(cache.past))
-    rest = jax.jit(go_on, donate_argnums=2).lower(state, chosen, cache).compile()
 
     def decode_again() -> jax.Array:
         """Decodes into the same slots of the cache as before."""
         nonlocal cache
-        new, cache = rest(state, chosen, cache._replace(filled=jnp.int32(options.prompt)))
-        return new
+        tokens, cache = go_on(state, chosen, cache._replace(filled=jnp.int32(prompt)))
+        return tokens
 
-    decode_ms = _ms(decode_again)
+    decode_ms = _ms(decode_again, IN_A_ROW)
     return {
         "batch": batch,
-        "prefill_tokens_per_second": 1e3 * batch * options.prompt / prefill_ms,
-        "decode_tokens_per_second": 1e3 * batch * options.new / decode_ms,
+        "prefill_tokens_per_second": 1e3 * batch * prompt / prefill_ms,
+        "decode_tokens_per_second": 1e3 * batch * new / decode_ms,
         "cache": cache_bytes,
     }
 
 
-def _ms(call: Callable[[], Any]) -> float:
+def _ms(call: Callable[[], Any], in_a_row: int = 1) -> float:
     """The median time of a call, after one that does not count."""
     import jax
 
@@ -253,7 +278,10 @@ def _ms(call: Callable[[], Any]) -> float:
         latest.clear()
         latest.append(call())
 
-    return median_ms(run, lambda: jax.block_until_ready(latest), warmup=1, batches=CALLS, calls=1)
+    def wait() -> None:
+        jax.block_until_ready(latest)
+
+    return median_ms(run, wait, warmup=1, batches=CALLS, calls=in_a_row)
 
 
 if __name__ == "__main__":
