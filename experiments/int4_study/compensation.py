@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -32,6 +31,7 @@ from coat_jax.numerics.four_bits import GROUP, LARGEST, SMALLEST, ZERO
 from coat_jax.quantization.projections import groups_of, replace_projections, unstack
 
 DAMPING = 0.01  # of the mean of H's diagonal
+UNROLLED = 16  # rows of a step: a GPU may ask the host before each, and other runs share the GPU
 
 
 def quantize(model: Llama, token_batches: Sequence[Int[Array, "B S"]]) -> Llama:
@@ -60,21 +60,24 @@ def quantize_weight(weight: Float[Array, "K N"], factor: Float[Array, "K K"]) ->
         # U is 0 before k, and w[k] becomes what its code stands for.
         return w - factor[k][:, None] * (error / factor[k, k])
 
-    rounded = lax.fori_loop(0, weight.shape[0], round_row, weight.astype(jnp.float32))
+    wide = weight.astype(jnp.float32)
+    rounded = lax.fori_loop(0, weight.shape[0], round_row, wide, unroll=UNROLLED)
     return ops.Quantized(four_bits.pack(codes_of(rounded, of_element).T + ZERO), scales)
 
 
-def inverse_factor(products: Float[np.ndarray, "K K"]) -> Float[np.ndarray, "K K"]:
+@jax.jit
+def inverse_factor(products: Float[Array, "K K"]) -> Float[Array, "K K"]:
     """U, of X^T X."""
-    h = products.astype(np.float64)
-    h += DAMPING * np.mean(np.diag(h)) * np.eye(len(h))
-    upper: np.ndarray = np.linalg.cholesky(np.linalg.inv(h)).T
-    return upper.astype(np.float32)
+    one = jnp.eye(len(products))
+    h = products + DAMPING * jnp.mean(jnp.diag(products)) * one
+    # Reversed, Cholesky's factor is an upper one: H = V V^T, and U = V^-1.
+    v = jnp.linalg.cholesky(h[::-1, ::-1])[::-1, ::-1]
+    return jax.scipy.linalg.solve_triangular(v, one)
 
 
 def sum_products(
     model: Llama, token_batches: Sequence[Int[Array, "B S"]]
-) -> dict[str, Float[np.ndarray, "K K"]]:
+) -> dict[str, Float[Array, "K K"]]:
     """X^T X of each input of projections, by the path of the first that reads it."""
     first = {group[0] for group in groups_of(model.config)}
     graph, state = nnx.split(
@@ -84,7 +87,7 @@ def sum_products(
         )
     )
     found = [_products(graph, state, tokens) for tokens in token_batches]
-    return {path: np.sum([np.asarray(each[path]) for each in found], axis=0) for path in found[0]}
+    return jax.tree.map(lambda *of_batches: sum(of_batches), *found)
 
 
 class _Summing(Dense):

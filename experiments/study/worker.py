@@ -50,9 +50,9 @@ def each(job: Job, parts: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
     for name, measure in parts.items():
         if name not in found:
             job.stop_if_asked()
+            say(job, f"{name} ({len(found) + 1}/{len(parts)})")
             found[name] = measure()
             writing.replace(file, json.dumps(found))
-            say(job, f"{name} ({len(found)}/{len(parts)})")
     return found
 
 
