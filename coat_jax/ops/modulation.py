@@ -118,6 +118,11 @@ def _record(mode: Mode, x: Array, saved: SavedArray) -> Any:
     return partial(recording.blocks, ("saved",), (x,), (saved,), *of_block)
 
 
-_define = partial(define_op, blocks=("saved",), specs=like_first)
-_modulated_norm = _define("modulated_norm", _forward_norm, _backward_norm)
-_gate = _define("gate", _forward_gate, _backward_gate)
+_define = partial(define_op, blocks=("saved",))
+_modulated_norm = _define(
+    "modulated_norm",
+    _forward_norm,
+    _backward_norm,
+    specs=lambda kind, epsilon, x, *rest: like_first(x),
+)
+_gate = _define("gate", _forward_gate, _backward_gate, specs=like_first)

@@ -15,11 +15,13 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from coat_jax.errors import UserError
 from coat_jax.kernels import tile_attention as kernels
 from coat_jax.kernels.dispatch import Implementation, choose
+from coat_jax.numerics.explicit_axes import explicit_spec, shard_inside
 from coat_jax.numerics.formats import E4M3
 from coat_jax.ops.checks import require_indices, require_number, require_real
 from coat_jax.ops.tiles import TileLists, Tiles, visible_pairs
@@ -95,10 +97,13 @@ def tile_attention(
     if implementation == "triton" and q.shape[3] not in WIDTHS:
         raise UserError(
             f"the kernels of tile_attention take heads of 64 or 128 numbers, not {q.shape[3]}. Use "
-            'implementation="xla", which computes a mask over all pairs of tokens.'
+            'such heads, or implementation="xla", which computes a mask over all pairs of tokens.'
         )
     settings = _Settings(tiles, ordered, format == "fp8", float(scale), implementation)
-    result: Array = _attend(settings, q, k, v, lists, jnp.asarray(levels, jnp.int32))
+    arrays = q, k, v, lists, jnp.asarray(levels, jnp.int32)
+    result: Array = shard_inside(
+        partial(_attend, settings), lambda: PartitionSpec(*explicit_spec(q)), *arrays
+    )
     return result
 
 
@@ -122,10 +127,9 @@ def _require_lists(lists: TileLists, level: Any, tiles: Tiles, q: Array) -> None
             f"lists are for {count} tiles and {heads} heads, and there are {tiles.count} tiles and "
             f"{q.shape[2]} heads; lists of one head serve all."
         )
-    if jnp.shape(level) != (len(q),):
-        raise ValueError(
-            f"level {jnp.shape(level)} must have one number for each of {len(q)} samples."
-        )
+    if jnp.shape(level) != (len(q),) or not jnp.issubdtype(jnp.result_type(level), jnp.integer):
+        given = f"{jnp.result_type(level).name}{list(jnp.shape(level))}"
+        raise ValueError(f"level {given} must have one integer for each of {len(q)} samples.")
     require_indices("a tile in a list", lists.keys, count)
     require_indices("a level", level, levels)
 
@@ -195,12 +199,13 @@ _attend.defvjp(_forward, _backward)
 
 
 def _power_of_two(magnitudes: Array) -> Float[Array, ""]:
-    """The smallest power of two with which E4M3 has the largest of these numbers."""
+    """The smallest power of two with which E4M3 has all these numbers; NaN if one is not finite."""
     largest = jnp.max(magnitudes) / float(jnp.finfo(E4M3).max)
     _, exponent = jnp.frexp(jnp.maximum(largest, 2.0**-120))
     # frexp's mantissa is below 1: only a power of two itself needs one less.
     exact = largest == jnp.exp2(exponent - 1.0)
-    return jnp.exp2(exponent - exact.astype(jnp.float32))
+    power = jnp.exp2(exponent - exact.astype(jnp.float32))
+    return jnp.where(jnp.isfinite(largest), power, jnp.nan)
 
 
 def _visible(settings: _Settings, lists: TileLists, level: Array) -> Array:

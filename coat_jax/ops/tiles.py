@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -67,9 +68,11 @@ class Tiles:
         object.__setattr__(self, "grid", grid)
         object.__setattr__(self, "tile", tile)
         if len(grid) != len(tile) or any(n % t for n, t in zip(grid, tile, strict=False)):
+            padded = tuple(-(-n // t) * t for n, t in zip(grid, tile, strict=False))
             raise UserError(
-                f"tiles of {_by(tile)} do not divide a grid of {_by(grid)}. The best that do are "
-                f"Tiles.best({grid}): {_by(Tiles.best(grid).tile)}."
+                f"tiles of {_by(tile)} do not divide a grid of {_by(grid)}. Pad it to "
+                f"{_by(padded)}, or take the best that do, Tiles.best({grid}): "
+                f"{_by(Tiles.best(grid).tile)}."
             )
 
     @classmethod
@@ -139,6 +142,11 @@ class Tiles:
             sizes: tiles along each axis; None for all of them. A window that is larger than the
                 grid is all of it.
         """
+        if not sizes or any(isinstance(size, int) for size in sizes):
+            raise UserError(
+                f"window{sizes} must have a size for each level, such as window((3, 3, 7)), or "
+                "None for all tiles."
+            )
         levels = []
         for size in sizes:
             sides = self.shape if size is None else _shape("window", size)
@@ -190,7 +198,13 @@ class Tiles:
 
 def lists_of(visible: Bool[Array, "levels heads Q K"] | Bool[np.ndarray, "..."]) -> TileLists:
     """The lists of the pairs of tiles that are visible."""
-    numpy = isinstance(visible, np.ndarray)
+    if visible.ndim != 4 or visible.dtype != bool:
+        raise ValueError(
+            "lists_of takes booleans [levels, heads, tiles, tiles], not "
+            f"{visible.dtype.name}{list(visible.shape)}."
+        )
+    numpy = not isinstance(visible, jax.core.Tracer)
+    visible = np.asarray(visible) if numpy else visible
     xp = np if numpy else jnp
     if numpy and not visible.any(axis=-1).all():
         level, head, tile = np.argwhere(~visible.any(axis=-1))[0]
@@ -218,7 +232,7 @@ def visible_pairs(lists: TileLists) -> Bool[Array, "levels heads Q K"]:
 
 
 def _shape(name: str, sizes: Sequence[int]) -> Shape:
-    shape = tuple(int(n) for n in sizes)
+    shape = tuple(operator.index(n) for n in sizes)
     if not shape or min(shape) < 1:
         raise UserError(f"{name} {shape} must have a positive number of tokens along each axis.")
     return shape

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 # Fields of a model that a run sets for itself, whatever model it begins from.
 OF_THE_RUN = {"context", "z_loss", "aux_loss", "bias_rate", "tower_precision"}
+OF_THE_RUN |= {"latents", "attention", "shift"}
 OF_THE_RUN |= {field.name for field in dataclasses.fields(models.ModelConfig)}
 
 

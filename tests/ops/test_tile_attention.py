@@ -111,6 +111,13 @@ def test_it_is_attention_with_a_mask_of_tiles(format):
         assert np.linalg.norm(a - b) < bound * np.linalg.norm(b)
 
 
+@pytest.mark.parametrize("which", range(3))
+def test_an_infinity_is_not_hidden_by_rounding(which):
+    arrays = [*qkv()]
+    arrays[which] = arrays[which].at[0, 5, 1, 3].set(jnp.inf)
+    assert not jnp.isfinite(ops.tile_attention(*arrays, TILES, format="fp8")).any()
+
+
 def test_gradients_are_those_at_the_codes_with_rounding_as_the_identity():
     """Where q, k and v are codes already, only the probabilities and o are rounded."""
     q, k, v = (jnp.round(4 * x).clip(-8, 8) / 4 for x in qkv())
@@ -176,14 +183,20 @@ Q = jnp.zeros((B, TOKENS, N, H))
             lambda: ops.tile_attention(Q, Q, Q, TILES, level=jnp.array([0, 1])),
             "a level is 1: they are from 0 to 0",
         ),
-        (lambda: ops.tile_attention(Q, Q, Q, TILES, level=jnp.array([0])), "one number for each"),
+        (lambda: ops.tile_attention(Q, Q, Q, TILES, level=jnp.array([0])), "one integer for each"),
+        (
+            lambda: ops.tile_attention(Q, Q, Q, TILES, level=jnp.array([0.7, 0.0])),
+            "level float32",
+        ),
         (
             lambda: ops.tile_attention(Q, Q, Q, TILES, Tiles.best((8, 8)).dense()),
             "lists are for 1 tiles",
         ),
         (lambda: TILES.window((1, 1)), "not one of a grid"),
+        (lambda: TILES.window(1, 1, 1), "a size for each level"),
+        (lambda: lists_of(np.eye(4, dtype=bool)), r"takes booleans \[levels, heads"),
         (lambda: TILES.best_keys(Q, Q, 5), "count=5 must be from 1 to"),
-        (lambda: lists_of(np.zeros((1, 1, 2, 2), bool)), "tile of queries 0 sees no tile of keys"),
+        (lambda: lists_of(jnp.zeros((1, 1, 2, 2), bool)), "tile of queries 0 sees no tile of keys"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(call, message):

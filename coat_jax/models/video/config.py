@@ -10,6 +10,7 @@ from coat_jax.models.protocol import ModelConfig
 from coat_jax.validation import Between, Count, require_fields
 
 Triple = tuple[Count, Count, Count]  # along time, height and width
+Shift = Annotated[float, Between(least=0.01, most=100)]  # of times
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Config(ModelConfig):
     cross_norm: bool = True
     norm_eps: Epsilon = 1e-6
     attention: TiledAttention | None = None
-    shift: Annotated[float, Between(least=0.01, most=100)] = 5.0
+    shift: Shift = 5.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,6 +14,7 @@ time, height and width. Tokens are put in the order of tiles once, before the fi
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from coat_jax import nn, ops, probes
@@ -28,6 +30,7 @@ from coat_jax.models.llama import EMBEDDING_INIT, run_layers, shard_batch, stack
 from coat_jax.models.protocol import Loss
 from coat_jax.models.video.config import Config
 from coat_jax.nn.parameters import value_of, vector, weight
+from coat_jax.numerics.explicit_axes import explicit_spec, shard_inside
 from coat_jax.ops.rotary import join_heads, split_heads
 from coat_jax.precision import BF16
 
@@ -336,12 +339,26 @@ def _turned(
 def _to_patches(x: Float[Array, "B F H W C"], config: Config) -> Float[Array, "B S P"]:
     """The patches of latents in the order of the grid: columns, rows, frames and channels."""
     (f, h, w), (pf, ph, pw) = config.grid, config.patch
-    x = x.reshape(len(x), f, pf, h, ph, w, pw, -1)
-    return x.transpose(0, 1, 3, 5, 6, 4, 2, 7).reshape(len(x), f * h * w, -1)
+
+    def rearrange(x: Array) -> Array:
+        x = x.reshape(len(x), f, pf, h, ph, w, pw, -1)
+        return x.transpose(0, 1, 3, 5, 6, 4, 2, 7).reshape(len(x), f * h * w, -1)
+
+    return _for_videos(rearrange, x)
 
 
 def _from_patches(y: Float[Array, "B S P"], config: Config) -> Float[Array, "B F H W C"]:
     """Latents from patches of frames, rows, columns and channels."""
     (f, h, w), (pf, ph, pw) = config.grid, config.patch
-    y = y.reshape(len(y), f, h, w, pf, ph, pw, config.channels)
-    return y.transpose(0, 1, 4, 2, 5, 3, 6, 7).reshape(len(y), *config.latents, config.channels)
+
+    def rearrange(y: Array) -> Array:
+        y = y.reshape(len(y), f, h, w, pf, ph, pw, config.channels)
+        return y.transpose(0, 1, 4, 2, 5, 3, 6, 7).reshape(len(y), *config.latents, config.channels)
+
+    return _for_videos(rearrange, y)
+
+
+def _for_videos(rearrange: Callable[[Array], Array], x: Array) -> Array:
+    """x rearranged; over explicit axes of a mesh, the videos are sharded as before."""
+    result: Array = shard_inside(rearrange, lambda: PartitionSpec(explicit_spec(x)[0]), x)
+    return result

@@ -6,7 +6,9 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from coat_jax.errors import UserError
+from coat_jax.models.video.config import Shift
 from coat_jax.models.video.model import VideoTransformer, shifted
+from coat_jax.validation import Count, require
 
 
 def sample(
@@ -32,15 +34,17 @@ def sample(
         other_text: with guidance, the states of what a video should not be, as of an empty text.
         shift: of the times; that of the model's config by default.
     """
-    if steps < 1:
-        raise UserError(f"steps={steps} must be positive.")
+    require("steps", steps, Count)
+    config = model.config
+    shift = require("shift", config.shift if shift is None else shift, Shift)
     if (guidance != 1) != (other_text is not None):
         raise UserError(
             f"guidance={guidance} and other_text={'None' if other_text is None else 'states'}: "
             "guidance other than 1 needs the states of another text, and nothing else does."
         )
-    config = model.config
-    times = shifted(jnp.linspace(1.0, 0.0, steps + 1), config.shift if shift is None else shift)
+    if other_text is not None and other_text.shape != text.shape:
+        raise UserError(f"other_text {other_text.shape} must have the shape of text, {text.shape}.")
+    times = shifted(jnp.linspace(1.0, 0.0, steps + 1), shift)
 
     def velocity(x: Array, time: Array) -> Array:
         if other_text is None:

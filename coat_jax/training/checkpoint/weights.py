@@ -53,9 +53,10 @@ def read_config_json(folder: str | Path) -> dict[str, Any]:
             f"{folder} is neither the folder of a run nor one of Hugging Face: there is {there}."
         )
     config_json = config_json or files.read_json(path)
-    if not {"model", "architectures"} & config_json.keys():
+    if not {"model", "architectures", "_class_name"} & config_json.keys():
         raise UserError(
-            f"{path} has neither the `model` of a run nor the `architectures` of Hugging Face."
+            f"{path} has neither the `model` of a run nor the `architectures` or the `_class_name` "
+            "of Hugging Face."
         )
     return config_json
 

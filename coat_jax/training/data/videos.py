@@ -79,11 +79,18 @@ def rows_of(config: VideosConfig, model: Config, *, split: Split, sequence: int)
         kept = count - max(round(config.held_out_part * count), 1)
         videos = videos[:kept] if split == "train" else videos[kept:]
     if not videos:
-        raise UserError(f"The {split} data has no video: {amount(count, 'video')} are there.")
+        raise UserError(
+            f"The {split} data has no video, because all files have {amount(count, 'video')}. Add "
+            "videos, or name files in data.held_out."
+        )
     return VideoRows(opened, videos, split)
 
 
 def _open(path: Path, config: VideosConfig, model: Config) -> _File:
+    if path.suffix != ".safetensors":
+        raise UserError(
+            f"{path} must be a .safetensors file, with `latents` and `text` as numbers."
+        )
     found = read_file(path)
     shapes = {
         "latents": (*model.latents, model.channels),
@@ -111,9 +118,10 @@ class VideoRows(Rows):
         self._seeds = SEEDS[split]
         self.end_of_text = None
         named = [(one.path.name, one.path.stat().st_size) for one in files]
-        first = hashlib.sha256(self._video(videos[0])[0].tobytes()).hexdigest()
-        described = repr((named, videos, split, first)).encode()
-        self.digest = hashlib.sha256(described).hexdigest()[:16]
+        digest = hashlib.sha256(repr((named, videos, split)).encode())
+        for array in (*self._video(videos[0]), *self._video(videos[-1])):
+            digest.update(array.tobytes())
+        self.digest = digest.hexdigest()[:16]
         self.description = f"{amount(len(videos), 'video')}, each with {self._seeds:,} seeds"
         self.padding: Any = self[0]._replace(counts=np.bool_(False))
 

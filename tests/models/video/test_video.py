@@ -101,10 +101,11 @@ def test_noise_and_times_follow_from_seeds_alone():
     assert shifted(jnp.array([0.0, 1.0]), 5.0).tolist() == [0.0, 1.0]
 
 
-def test_eight_devices_compute_what_one_does():
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_eight_devices_compute_what_one_does(kind):
     model, given = model_of(attention=COARSE, batch_axes=("data",)), batch(8)
     wanted = gradients(model, given)
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),))
     with jax.set_mesh(mesh):
         found = gradients(model, jax.device_put(given, NamedSharding(mesh, P("data"))))
     for got, one in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
@@ -136,6 +137,7 @@ def test_steps_follow_the_velocities():
         ),
         (lambda: dataclasses.replace(SMALL, head_dim=33), "must be even"),
         (lambda: sample(model_of(), batch().text, jax.random.key(0), steps=0), "steps=0"),
+        (lambda: sample(model_of(), batch().text, jax.random.key(0), shift=0.0), "shift=0"),
         (
             lambda: sample(model_of(), batch().text, jax.random.key(0), guidance=2.0),
             "needs the states of another text",
