@@ -20,11 +20,13 @@ memory. It also moves outliers in keys into queries, which makes coat generate -
 
   coat convert out/llama_124m export --dtype bfloat16
   coat convert Llama-3.1-8B llama8b-int8 --to int8
+  coat convert Llama-3.1-8B llama8b-int4 --to w4a8
   coat convert out/llama_124m small --to mixed --activations static --calibrate sample.txt
   coat convert Llama-3.1-8B llama8b --balance sample.txt
 """
 
 import argparse
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ TOKENS = 65_536
 FEW = 512  # tokens of a text that is noted to be short
 FORMATS = {"int8": "int8", "fp8": "fp8", "mixed": "mixed", "w4a8": "int4"}
 FITS = ("max", "mse", "percentile")
+BIASED = (".query", ".key", ".value")  # projections that may have a bias
 OF_RECIPE = ("fit", "activations", "activation_fit", "percentile")
 
 
@@ -93,8 +96,8 @@ def run(options: argparse.Namespace) -> int:
             progress=lambda total, size: bar.update(task, total=total, advance=size),
             note=note,
         )
-    if options.to == "w4a8" and weights.model_config(source).qkv_bias:
-        note("vLLM's kernel for W4AFP8 takes no biases, which this model's projections have.")
+    if options.to == "w4a8" and recipe is not None:
+        _note_vllm(recipe, schemes, weights.model_config(source), note)
     what = "a Hugging Face folder"
     if recipe is not None:
         formats = [scheme.format for scheme in schemes.values()]
@@ -102,6 +105,18 @@ def run(options: argparse.Namespace) -> int:
         what = f"a quantized model; linear layers: {listed}"
     print(printable(f"{out} is {what}."))  # rich would fail if nobody reads it
     return 0
+
+
+def _note_vllm(
+    recipe: Recipe, schemes: Mapping[str, Any], config: Any, note: Callable[[str], object]
+) -> None:
+    """Notes what vLLM's kernel for W4AFP8 does not take."""
+    biased = [name for name in BIASED if any(path.endswith(name) for path in schemes)]
+    if recipe.activations == "static":
+        note("vLLM's kernel for W4AFP8 has a scale for each token: leave out --activations static.")
+    elif recipe.activations == "dynamic" and config.qkv_bias and biased:
+        remedy = " ".join(f"--leave '*{name}'" for name in biased)
+        note(f"vLLM's kernel for W4AFP8 takes no biases. For vLLM, leave them: {remedy}.")
 
 
 def _recipe(options: argparse.Namespace) -> Recipe | None:
@@ -124,7 +139,7 @@ def _recipe(options: argparse.Namespace) -> Recipe | None:
     require_effects(options, effects)
     if recipe.needs_calibration and options.calibrate is None:
         raise UserError(
-            f"--to {recipe.format} with --activations {recipe.activations} needs a text to see "
+            f"--to {options.to} with --activations {recipe.activations} needs a text to see "
             "activations on: name it, --calibrate FILE."
         )
     return None if options.to is None else recipe

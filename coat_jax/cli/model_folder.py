@@ -1,7 +1,7 @@
 """The folder of a model as commands take it, its tokenizer, and texts as its tokens.
 
 The model of a run computes in the precision that it was trained in, a Hugging Face model in the
-dtype of its weights, and a quantized one in 8 bits. Its tokenizer is
+dtype of its weights, and a quantized one in 8 or 4 bits. Its tokenizer is
 
     --tokenizer              a tokenizer.json, or "bytes"; without it the first of
     FOLDER/tokenizer.json    if it is there

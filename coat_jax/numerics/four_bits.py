@@ -110,5 +110,7 @@ def are_of_channel(scale: Float[Array, "N G"]) -> bool:
     """Whether the scales of each channel are one number of BF16 times powers of two, 1 to 2^-9."""
     wide = jnp.asarray(scale).astype(jnp.float32)
     mantissas, exponents = jnp.frexp(wide)
-    alike = jnp.all((mantissas == mantissas[:, :1]) & (wide == wide.astype(jnp.bfloat16)))
+    alike = jnp.all(
+        (mantissas == mantissas[:, :1]) & (wide == wide.astype(jnp.bfloat16).astype(jnp.float32))
+    )
     return bool(alike & (jnp.ptp(exponents, axis=1).max() <= MOST_EXPONENT))

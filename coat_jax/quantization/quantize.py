@@ -19,10 +19,11 @@ from coat_jax.models.creation import with_shardings
 from coat_jax.models.lazy_arrays import Name, dotted_name
 from coat_jax.nn.modular import Dense
 from coat_jax.nn.quantized import QuantizedLinear
-from coat_jax.numerics import eight_bits, four_bits
+from coat_jax.numerics import eight_bits, four_bits, mesh_axes
 from coat_jax.numerics.eight_bits import EightBits
 from coat_jax.numerics.quantizer import Fit
-from coat_jax.ops.quantized import WeightFormat, require_groups
+from coat_jax.ops.quantized import WeightFormat
+from coat_jax.printable import amount
 from coat_jax.quantization.calibration import Ranges, input_noise, input_scale
 from coat_jax.quantization.projections import (
     groups_of,
@@ -111,9 +112,20 @@ def _quantize_projections(
             return Dense(kernel, bias)
         sharding = tuple(kernel.get_metadata().get("out_sharding") or ())
         weight, activations = rounded(path, kernel[...]), schemes[path].activations
+        _require_whole_groups(path, weight, sharding)
         return QuantizedLinear(weight, bias, activations=activations, sharding=sharding)
 
     return replace_projections(plain, make)
+
+
+def _require_whole_groups(path: str, weight: ops.Quantized, sharding: tuple[Any, ...]) -> None:
+    """Raises if a mesh would cut a group of INT4."""
+    parts = mesh_axes.shards(sharding[0], jax.sharding.get_abstract_mesh()) if sharding else 1
+    if weight.format == "int4" and (groups := weight.scale.shape[1]) % parts:
+        raise UserError(
+            f"{path}: {groups * four_bits.GROUP} inputs in INT4 are {amount(groups, 'group')} of "
+            f"{four_bits.GROUP}, which {parts} devices cannot share: {parts} must divide {groups}."
+        )
 
 
 # --- Parts -----------------------------------------------------------------------------------
@@ -146,9 +158,15 @@ def choose_schemes(
             format = _format(paths, recipe, ranges, parameter_at)
             schemes |= {path: Scheme(format, recipe.activations) for path in paths}
     inputs = {"out": config.heads * config.head_dim, "down": config.ffn}
-    for path, scheme in schemes.items():
-        if scheme.format == "int4":
-            require_groups(path, inputs.get(path.rpartition(".")[2], config.width))
+    names = {path.rpartition(".")[2] for path, scheme in schemes.items() if scheme.format == "int4"}
+    uneven = {n: k for n in sorted(names) if (k := inputs.get(n, config.width)) % four_bits.GROUP}
+    if uneven:
+        listed = ", ".join(f"'*.{name}' ({inputs})" for name, inputs in uneven.items())
+        raise UserError(
+            f"INT4 has a scale for every {four_bits.GROUP} inputs of a projection, and these have "
+            f"other numbers of them: {listed}. Leave them as they are (--leave, or `leave` of a "
+            "Recipe), or use FP8."
+        )
     return schemes
 
 
