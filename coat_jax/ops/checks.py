@@ -89,8 +89,8 @@ def require_experts(
 def require_choices(experts: Array, tokens: int, count: int, aligned: int) -> None:
     """Raises unless these are choices of `count` experts, whose rows for `tokens` fit 32 bits."""
     choices = experts.shape[1]
-    if choices > count:
-        raise UserError(f"each token chooses {choices} experts, and there are {count}.")
+    if not 1 <= choices <= count:
+        raise UserError(f"each token chooses {choices} experts: it must be from 1 to {count}.")
     if routing.rows_of(tokens * choices, count, aligned) > routing.MOST_ROWS:
         raise UserError(
             f"{tokens} tokens with {choices} experts each are more rows than 32 bits count, "

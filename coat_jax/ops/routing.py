@@ -23,6 +23,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from coat_jax.errors import UserError
 from coat_jax.numerics.explicit_axes import explicit_spec, merge_specs
 from coat_jax.ops import recording
 from coat_jax.ops.checks import require_real
@@ -31,6 +32,7 @@ from coat_jax.ops.projection import Mode
 from coat_jax.precision import COAT, Precision, precision_of
 
 Scores = Literal["softmax", "sigmoid"]
+FUNCTIONS: dict[str, Any] = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
 
 
 def router_logits(
@@ -94,6 +96,11 @@ def route(
         normalized: whether the weights of a token add up to 1.
         bias: is added to the scores that decide which experts are chosen.
     """
+    if not 1 <= chosen <= logits.shape[-1]:
+        raise UserError(
+            f"chosen={chosen}: a token has from 1 to {logits.shape[-1]} experts, as many as there "
+            "are logits."
+        )
     of_all = ranks = _scores(logits, scores)
     if bias is not None:
         ranks = of_all + jnp.broadcast_to(bias.astype(jnp.float32), of_all.shape)
@@ -149,8 +156,10 @@ def router_z_loss(
 
 
 def _scores(logits: Float[Array, "*rows E"], scores: Scores) -> Float[Array, "*rows E"]:
-    function = jax.nn.softmax if scores == "softmax" else jax.nn.sigmoid
-    return function(logits.astype(jnp.float32))
+    if scores not in FUNCTIONS:
+        raise ValueError(f"scores={scores!r} must be one of {', '.join(FUNCTIONS)}.")
+    found: Array = FUNCTIONS[scores](logits.astype(jnp.float32))
+    return found
 
 
 def _divided_by_sum(scores: Float[Array, "*rows K"]) -> Float[Array, "*rows K"]:

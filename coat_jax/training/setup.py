@@ -148,9 +148,14 @@ def _differences(theirs: Any, ours: Any, prefix: str = "") -> list[str]:
         part = isinstance(there, models.ModelConfig | models.Experts)
         if part and type(here) is type(there):
             found += _differences(there, here, f"{prefix}{field.name}.")
-        elif there != here and field.name not in OF_THE_RUN:
+        elif there != here and not _is_of_the_run(field.name, there, here):
             found.append(f"{prefix}{field.name} is {there!r} there and {here!r} in the config")
     return found
+
+
+def _is_of_the_run(name: str, there: Any, here: Any) -> bool:
+    # Biases of routers are parameters; there are none where their rate is 0.
+    return name in OF_THE_RUN and (name != "bias_rate" or bool(there) == bool(here))
 
 
 def compile_steps(setup: TrainSetup, console: "Console", *, done: int = 0) -> dict[int, Any]:

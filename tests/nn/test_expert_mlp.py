@@ -64,7 +64,7 @@ def test_each_expert_begins_like_an_mlp_of_its_own():
         np.testing.assert_allclose(np.std(np.float32(weight[...])), inputs**-0.5, rtol=0.05)
     assert layer.bias[...].dtype == jnp.float32
     assert not isinstance(layer.bias, nnx.Param)
-    with pytest.raises(ValueError, match="top_k"):
+    with pytest.raises(ValueError, match="from 1 to 2 experts"):
         computed(nn.ExpertMLP(WIDTH, HIDDEN, 2, chosen=3, rngs=nnx.Rngs(0)), X)
 
 

@@ -315,7 +315,7 @@ def too_many():
         (lambda: call(experts=EXPERTS - 1), "an expert is -1: they are from 0 to 4"),
         (
             lambda: call(experts=np.zeros((T, 6), np.int32), weights=np.ones((T, 6))),
-            "chooses 6 experts, and there are 5",
+            "chooses 6 experts: it must be from 1 to 5",
         ),
         (lambda: call(precision=coat.COAT_INT8), "has no products in INT8"),
         (lambda: call(activation="silo"), "activation='silo' must be one of"),

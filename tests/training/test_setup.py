@@ -107,6 +107,18 @@ def test_a_folder_with_another_model_is_refused(folder, model, message):
     assert getattr(importlib.import_module(package), name).model_config(folder).layers == 1
 
 
+def test_biases_of_routers_are_parameters_and_their_rate_is_not(tmp_path):
+    experts = models.Experts(count=4, chosen=2, bias_rate=0.1)
+    save_run(tmp_path, filled(dataclasses.replace(SMALL, experts=experts)))
+    faster, without = (
+        dataclasses.replace(SMALL, experts=dataclasses.replace(experts, bias_rate=rate))
+        for rate in (0.2, 0.0)
+    )
+    require_same_model(tmp_path, faster)
+    with pytest.raises(ValueError, match=r"bias_rate is 0\.1 there and 0\.0 in the config"):
+        require_same_model(tmp_path, without)
+
+
 def test_fields_that_a_run_chooses_may_differ(folder):
     chosen = {"layers": 1, "context": 32, "precision": "coat", "scan": False, "remat": "layer"}
     require_same_model(folder, small(model=chosen).model)
