@@ -29,8 +29,8 @@ from jaxtyping import Array
 
 from coat_jax import ops
 from coat_jax.kernels import gemm, int4
+from coat_jax.kernels.dispatch import choose
 from coat_jax.kernels.launch import Schedule
-from coat_jax.numerics import four_bits
 from coat_jax.numerics.formats import E4M3
 from experiments import records, rotation
 from experiments.command import parser_of
@@ -158,8 +158,7 @@ def _int8_codes(x: Array, weight: ops.Quantized) -> Array:
 
 
 def _expanded(x: Array, weight: ops.Quantized) -> Array:
-    codes, of_channel = four_bits.expand(weight.codes, weight.scale)
-    return _fp8_codes(x, ops.Quantized(codes, of_channel)) * of_channel
+    return int4.product_of_many_rows(x, weight.in_int4(), choose(None))
 
 
 def _rows(x: Array) -> int4.Rows:
@@ -169,13 +168,13 @@ def _rows(x: Array) -> int4.Rows:
 
 def _int4_kernel(rows: int4.Rows, weight: ops.Quantized) -> Array:
     if jax.default_backend() != "gpu":  # where the kernel cannot run
-        return int4.product_of_many_rows(rows.codes, weight.in_int4())
+        return int4.product_of_many_rows(rows.codes, weight.in_int4(), "xla")
     return int4.products_of_few_rows(rows, [weight.in_int4()])[0].parts
 
 
 def _int4_added(rows: int4.Rows, weight: ops.Quantized) -> Array:
     if jax.default_backend() != "gpu":
-        return int4.product_of_many_rows(rows.codes, weight.in_int4())
+        return int4.product_of_many_rows(rows.codes, weight.in_int4(), "xla")
     x = jnp.zeros((rows.codes.shape[0], weight.codes.shape[0]), jnp.bfloat16)
     return int4.add_product(x, rows, weight.in_int4())
 

@@ -16,9 +16,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
 from coat_jax.kernels import gemm
+from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.launch import Schedule
 from coat_jax.kernels.sharding import launch_sharded
 from coat_jax.numerics import four_bits
+from coat_jax.numerics.formats import E4M3
 from coat_jax.numerics.four_bits import GROUP
 
 # Among the fastest of those tried on an H200, for each shape and number of rows.
@@ -26,6 +28,7 @@ SCHEDULE = Schedule(64, 16, 4, 3)  # channels and, at least, rows of x
 FEW_ROWS = 64
 ADDED_ROWS = 32  # with more, the last programs of `add_product` take longer than a launch
 PROGRAMS = 512  # at most, if a weight is divided: about four for each processor of an H200
+EXPANSION = 32, 4  # channels and groups of a program
 MOST_WEIGHTS = 3  # of a launch
 COUNTS = 512  # at most, blocks of channels in `add_product`
 
@@ -88,17 +91,51 @@ class Spec(NamedTuple):
     channels_3: int
 
 
-def product_of_many_rows(x: Float[Array, "*rows K"], weight: Weight) -> Float[Array, "*rows N"]:
+class Expansion(NamedTuple):
+    """The constants of the kernel that expands."""
+
+    channels: int
+    inputs: int
+    height: int  # channels of a program
+    together: int  # groups of a program
+
+
+def product_of_many_rows(
+    x: Float[Array, "*rows K"], weight: Weight, how: Implementation
+) -> Float[Array, "*rows N"]:
     """x w^T for x in E4M3, in FP32, by cuBLAS; the scales of x are applied afterwards.
 
     As in `gemm.product_of_codes`, x must come from values that were rounded before the cast.
     """
     if weight.zero is None:
-        codes, of_channel = four_bits.expand(weight.codes, weight.scale)
+        expanded = expand if how == "triton" else four_bits.expand
+        codes, of_channel = expanded(weight.codes, weight.scale)
         sums = gemm.product_of_codes(x, codes, jnp.float32)
         return sums * of_channel
     values = four_bits.values(*weight).astype(jnp.bfloat16)
     return jnp.matmul(x.astype(jnp.bfloat16), values.T, preferred_element_type=jnp.float32)
+
+
+def expand(
+    codes: UInt8[Array, "N K/2"], scale: Float[Array, "N G"]
+) -> tuple[Float[Array, "N K"], Float[Array, " N"]]:
+    """`four_bits.expand`, by the kernel."""
+    from coat_jax.kernels.triton.int4 import expand_tile
+
+    def grid(codes: Array, *others: Array) -> dict[str, Any]:
+        del others
+        spec = Expansion(codes.shape[0], 2 * codes.shape[1], *EXPANSION)
+        programs = -(-spec.channels // spec.height) * -(-spec.inputs // (GROUP * spec.together))
+        return {"programs": programs, "warps": 4, "SPEC": spec}
+
+    of_channel = four_bits.channel_scales(scale)
+    (expanded,) = launch_sharded(
+        expand_tile,
+        [(codes, "n k/2"), (scale, f"n k/{GROUP}"), (of_channel, "n")],
+        [("n k", E4M3)],
+        grid,
+    )
+    return expanded, of_channel
 
 
 def share_a_launch(weights: Sequence[Weight]) -> bool:

@@ -200,6 +200,8 @@ class _NamedAxes:
                 name, block = _parse(axis)
                 if block == 1:
                     self.sizes[name] = size
+                else:  # unless another array says it
+                    self.sizes.setdefault(name, size * block)
         # An axis whose last block is short cannot be divided into whole blocks.
         self.whole |= {name for name, size in self.sizes.items() if size % self.blocks[name]}
 

@@ -91,10 +91,15 @@ def expand(
     codes: Packed, scale: Float[Array, "N G"]
 ) -> tuple[Float[Array, "N K"], Float[Array, " N"]]:
     """The codes in E4M3, and the scale of each channel, for scales that have this form."""
-    wide = scale.astype(jnp.float32)
-    of_channel = jnp.max(wide, axis=1)
-    of_channel = jnp.where(of_channel > 0, of_channel, 1.0)
-    return _scaled(_centred(codes, None), wide / of_channel[:, None]).astype(E4M3), of_channel
+    of_channel = channel_scales(scale)
+    powers = scale.astype(jnp.float32) / of_channel[:, None]
+    return _scaled(_centred(codes, None), powers).astype(E4M3), of_channel
+
+
+def channel_scales(scale: Float[Array, "N G"]) -> Float[Array, " N"]:
+    """The numbers that `expand` divides scales by."""
+    largest = jnp.max(scale.astype(jnp.float32), axis=1)
+    return jnp.where(largest > 0, largest, 1.0)
 
 
 def _centred(codes: Packed, zero: UInt8[Array, "N G"] | None) -> Int[Array, "N G 128"]:

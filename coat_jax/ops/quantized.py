@@ -215,7 +215,7 @@ def _int4_products(
     else:
         codes, scale = _round_rows(x, given, "fp8")
         if how == "xla" or not 0 < rows <= int4.FEW_ROWS:
-            return [int4.product_of_many_rows(codes, weight) * scale for weight in packed]
+            return [int4.product_of_many_rows(codes, weight, how) * scale for weight in packed]
         rounded = int4.Rows.of(codes.reshape(rows, -1), scale.reshape(rows))
     products = int4.products_of_few_rows(rounded, packed)
     return [product.total().reshape(*x.shape[:-1], -1) for product in products]

@@ -49,6 +49,16 @@ class Int4Laws:
         # Products are exact; sums are in FP32, or lose up to 2^-13 of themselves (`gemm`).
         assert np.abs(got - exact).max() < 2**-10 * np.abs(exact).max()
 
+    @pytest.mark.parametrize("number", [0, 1])
+    def test_codes_are_expanded_to_the_last_bit(self, number):
+        weight = weight_of(*self.sizes[number])
+        got, of_channel = jax.jit(int4.expand)(weight.codes, weight.scale)
+        wanted, scale = four_bits.expand(weight.codes, weight.scale)
+        np.testing.assert_array_equal(got, wanted)
+        np.testing.assert_array_equal(of_channel, scale)
+        values = np.asarray(got, np.float32) * np.asarray(of_channel)[:, None]
+        np.testing.assert_array_equal(values, four_bits.values(*weight))
+
     @pytest.mark.parametrize("zero", [False, True])
     @pytest.mark.parametrize("channels", [(96, 40), (200, 64, 72)])
     def test_several_weights_of_one_input_share_a_launch(self, channels, zero):

@@ -119,6 +119,32 @@ def multiply_block(
 
 
 @triton.jit
+def expand_tile(codes, scale, of_channel, out, SPEC: tl.constexpr):
+    """Numbers (u - 8) scale / of_channel in E4M3, which has them all."""
+    F8: tl.constexpr = out.dtype.element_ty
+    HEIGHT: tl.constexpr = SPEC.height
+    TOGETHER: tl.constexpr = SPEC.together
+    groups: tl.constexpr = SPEC.inputs // (2 * HALF)
+    across: tl.constexpr = (groups + TOGETHER - 1) // TOGETHER
+    first = tl.program_id(0) % across * TOGETHER
+    n = tl.program_id(0) // across * HEIGHT + tl.arange(0, HEIGHT)
+    row, k = n.to(tl.int64)[:, None] * (SPEC.inputs // 2), tl.arange(0, HALF)[None, :]
+    largest = tl.load(of_channel + n, mask=n < SPEC.channels, other=1.0)
+    for more in tl.static_range(TOGETHER):
+        group = first + more
+        there = (n < SPEC.channels) & (group < groups)
+        s = tl.load(scale + n * groups + group, mask=there, other=0.0).to(tl.float32)
+        # FP16 has all numbers here, and GPUs convert it from and to E4M3 in pairs.
+        factor = (512.0 * s / largest).to(tl.float16)[:, None]
+        both = tl.load(codes + row + group * HALF + k, mask=there[:, None], other=0)
+        low = (both & 15).to(F8, bitcast=True).to(tl.float16)
+        high = high_codes(both).to(F8, bitcast=True).to(tl.float16)
+        at = out + 2 * row + group * (2 * HALF) + k
+        tl.store(at, ((low - 8 / 512) * factor).to(F8), mask=there[:, None])
+        tl.store(at + HALF, ((high - 8 / 512) * factor).to(F8), mask=there[:, None])
+
+
+@triton.jit
 def turned(step, turn, count):
     """The place of a step in a round of `count` that begins at `turn`."""
     i = step + turn
