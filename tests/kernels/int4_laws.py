@@ -49,6 +49,16 @@ class Int4Laws:
         # Products are exact; sums are in FP32, or lose up to 2^-13 of themselves (`gemm`).
         assert np.abs(got - exact).max() < 2**-10 * np.abs(exact).max()
 
+    @pytest.mark.parametrize("zero", [False, True])
+    @pytest.mark.parametrize("rows", [5, 40])
+    def test_a_round_of_groups_may_begin_anywhere(self, rows, zero, monkeypatch):
+        """The 33 groups are one part, whose last step of several groups is short."""
+        monkeypatch.setattr(int4, "PROGRAMS", 1)
+        x, weight = rows_of(rows, 4224), weight_of(300, 4224, zero)
+        (got,) = jax.jit(products)(x, [weight])
+        exact = np.asarray(x, np.float64) @ np.asarray(four_bits.values(*weight), np.float64).T
+        assert np.abs(got - exact).max() < 2**-10 * np.abs(exact).max()
+
     @pytest.mark.parametrize("number", [0, 1])
     def test_codes_are_expanded_to_the_last_bit(self, number):
         weight = weight_of(*self.sizes[number])
