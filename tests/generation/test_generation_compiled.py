@@ -74,5 +74,6 @@ def test_a_further_token_copies_nothing_of_the_cache(cache, scan):
     assert kernel_calls(program) == (1 if scan else layers)
     arrays = len(jax.tree.leaves(session.cache.past))
     in_slots = re.findall(rf"= \w+\[[\d,]*\b{slots}\b[^\]]*\]\S* ([\w-]+)\(", program.as_text())
-    assert set(in_slots) <= {"parameter", "get-tuple-element", "dynamic-update-slice", "fusion"}
+    free = {"parameter", "get-tuple-element", "bitcast"}
+    assert set(in_slots) <= free | {"dynamic-update-slice", "fusion"}
     assert in_slots.count("dynamic-update-slice") == in_slots.count("fusion") == arrays

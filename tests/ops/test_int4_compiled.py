@@ -86,17 +86,18 @@ def test_parts_are_stored_before_they_are_counted(rows, tmp_path):
     assert order.findall(after)[0] == ("", "bar")
 
 
-def test_many_rows_are_one_product_in_fp8():
+def test_many_rows_are_an_expansion_and_a_product_in_fp8():
     compiled = program(2048)
-    assert kernel_calls(compiled) == 0
+    assert kernel_calls(compiled) == 1
     assert compiled.as_text().count('custom_call_target="__cublas$lt$matmul$f8"') == 1
 
 
+@pytest.mark.parametrize("rows", [4, 2048])
 @pytest.mark.parametrize(
     ("spec", "exchange"), [(P("x"), None), (P(None, "x"), "all-reduce")], ids=["outputs", "inputs"]
 )
-def test_devices_multiply_their_own_codes(spec, exchange):
-    compiled = program(4, of_codes=spec, devices=2)
+def test_devices_multiply_their_own_codes(spec, exchange, rows):
+    compiled = program(rows, of_codes=spec, devices=2)
     assert kernel_calls(compiled) == 1
     text = compiled.as_text()
     assert (
