@@ -89,7 +89,7 @@ class RunFolder:
         except UserError as error:
             self._note(f"{error} No checkpoint says what was run.")
             return {}
-        if {"architectures", "_class_name"} & saved.keys() and not weights.is_run(saved):
+        if weights.OF_HUGGING_FACE & saved.keys() and not weights.is_run(saved):
             raise UserError(
                 f"{self.path} holds a model in Hugging Face's format, not a run: choose another "
                 "--out."

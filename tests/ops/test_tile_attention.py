@@ -196,6 +196,7 @@ Q = jnp.zeros((B, TOKENS, N, H))
         (lambda: TILES.window(1, 1, 1), "a size for each level"),
         (lambda: lists_of(np.eye(4, dtype=bool)), r"takes booleans \[levels, heads"),
         (lambda: TILES.best_keys(Q, Q, 5), "count=5 must be from 1 to"),
+        (lambda: lists_of(np.zeros((1, 1, 2, 2), bool)), "tile of queries 0 sees no tile of keys"),
         (lambda: lists_of(jnp.zeros((1, 1, 2, 2), bool)), "tile of queries 0 sees no tile of keys"),
     ],
 )

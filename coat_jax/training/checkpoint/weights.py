@@ -30,6 +30,7 @@ from coat_jax.training.checkpoint.step_folders import StepFolders
 from coat_jax.training.families import family_of, hf_of
 
 CONFIG, CHECKPOINTS = "config.json", "checkpoints"
+OF_HUGGING_FACE = {"architectures", "_class_name"}  # one of them is in a config.json of theirs
 PARAMETERS, VALUE = ("params",), "value"  # the first parts and the last of the arrays' names
 CORRECTIONS = ("moments", "corrections")  # see `CorrectedState`
 
@@ -53,7 +54,7 @@ def read_config_json(folder: str | Path) -> dict[str, Any]:
             f"{folder} is neither the folder of a run nor one of Hugging Face: there is {there}."
         )
     config_json = config_json or files.read_json(path)
-    if not {"model", "architectures", "_class_name"} & config_json.keys():
+    if not {"model", *OF_HUGGING_FACE} & config_json.keys():
         raise UserError(
             f"{path} has neither the `model` of a run nor the `architectures` or the `_class_name` "
             "of Hugging Face."
