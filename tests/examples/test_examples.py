@@ -45,7 +45,19 @@ def test_an_example_trains_alike_with_fp8(name: str, tmp_path: Path) -> None:
     pytest.importorskip(NEEDS[name], reason=f"{name} needs {NEEDS[name]}")
     if name == "hugging_face":
         pytest.importorskip("torch")
-    run = subprocess.run(
+    # In rare cases XLA's CPU devices begin two collectives in different orders and wait for each
+    # other, until XLA ends the process.
+    for _ in range(3):
+        run = _run(name, tmp_path)
+        if "Termination timeout for `all" not in run.stderr:
+            break
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert "4 device(s)" in run.stdout
+    assert "with coat_jax" in run.stdout
+
+
+def _run(name: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, "-m", f"examples.{name}"],
         env={
             **os.environ,
@@ -55,15 +67,12 @@ def test_an_example_trains_alike_with_fp8(name: str, tmp_path: Path) -> None:
             # XLA's threads. A collective blocks one, and each device may have several at once.
             "NPROC": "16",
         },
-        cwd=tmp_path,
+        cwd=folder,
         capture_output=True,
         text=True,
         check=False,
         timeout=900,
     )
-    assert run.returncode == 0, run.stderr[-4000:]
-    assert "4 device(s)" in run.stdout
-    assert "with coat_jax" in run.stdout
 
 
 def test_a_missing_package_is_one_line(tmp_path: Path) -> None:
