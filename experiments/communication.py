@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.cases = [options.case]  # for training_throughput
+    options.cases, options.mesh = [options.case], ""  # for training_throughput
     if options.worker:
         print(json.dumps(measure_with_profile(options)), flush=True)
         return

@@ -43,13 +43,13 @@ ROWS = (1, 4, 16, 32, 64, 128, 1024)
 FP8_ROWS = 16  # XLA pads fewer for cuBLASLt, in launches of their own
 MOST_KERNEL_ROWS = 128
 LAYER_ROWS = (1, 16, 64)  # where XLA may use its own Triton GEMMs: these take long to compile
-# Of the kernel: channels of a block, warps and stages, and how many programs there should be.
-LOOPS = ((2, 3), (4, 3), (4, 4), (4, 5), (8, 3), (8, 4))
-SCHEDULES = tuple(
-    (channels, *loop, programs)
-    for channels, loop, programs in itertools.product((32, 64, 128), LOOPS, (256, 512, 1024))
+# Of the kernel: channels of a block, warps, stages, groups of a step, and how many programs there
+# should be.
+SCHEDULES = (
+    *itertools.product((64, 128, 256), (4, 8), (3, 4), (1, 2), (256, 512)),
+    *itertools.product((64, 128), (4, 8), (3,), (4,), (512,)),
 )
-SCHEDULE_ROWS = (1, 16, 64)
+SCHEDULE_ROWS = (16, 64)
 SHOWN = 10  # lines
 
 
@@ -206,15 +206,15 @@ def tuned(n: int, k: int, m: int) -> list[Case]:
     """The kernel with each schedule, in turns; the fastest first."""
     way, programs = ways(m)["W4A8 kernel"], []
     weights = copies(way, n, k)
-    before = int4.SCHEDULE, int4.PROGRAMS
-    for channels, warps, stages, count in SCHEDULES:
+    before = int4.SCHEDULE, int4.TOGETHER, int4.PROGRAMS
+    for channels, warps, stages, together, count in SCHEDULES:
         int4.SCHEDULE = Schedule(channels, before[0].columns, warps, stages)
-        int4.PROGRAMS = count
+        int4.TOGETHER, int4.PROGRAMS = (together, together), count
         programs.append(products(way, weights, k, m))
-    int4.SCHEDULE, int4.PROGRAMS = before
+    int4.SCHEDULE, int4.TOGETHER, int4.PROGRAMS = before
+    words = "{} channels, {} warps, {} stages, {} groups a step, {} programs"
     cases = [
-        {"way": "{} channels, {} warps, {} stages, {} programs".format(*schedule)}
-        | {"us": us, "bytes": nbytes(weights[0])}
+        {"way": words.format(*schedule)} | {"us": us, "bytes": nbytes(weights[0])}
         for schedule, us in zip(SCHEDULES, rotation.times_us(programs), strict=True)
     ]
     return sorted(cases, key=lambda case: case["us"])

@@ -39,7 +39,7 @@ FORMATS: dict[str, CacheFormat | None] = {
 }
 
 # Of the kernel: slots of a block, warps and stages, and how many programs there should be.
-LOOPS = ((2, 3), (4, 2), (4, 3), (4, 4), (8, 3))
+LOOPS = ((2, 2), (2, 3), (4, 2), (4, 3), (4, 4), (8, 2), (8, 3))
 SCHEDULES = tuple(
     (block, *loop, programs)
     for block, loop, programs in itertools.product((32, 64, 128), LOOPS, (264, 528, 1056))
@@ -105,8 +105,9 @@ def tuned(heads: tuple[int, int], texts: int, slots: int, formats: list[str]) ->
     for name in formats:
         past, size = cache(heads, texts, slots, FORMATS[name])
         programs = []
-        for schedule in SCHEDULES:
-            kernels.BLOCK, kernels.WARPS, kernels.STAGES, kernels.PROGRAMS = schedule
+        for block, warps, stages, count in SCHEDULES:
+            kernels.BLOCK, kernels.WARPS = block, warps
+            kernels.STAGES, kernels.PROGRAMS = (stages, stages), count
             programs.append(attentions(heads, past, size, "kernel"))
         kernels.BLOCK, kernels.WARPS, kernels.STAGES, kernels.PROGRAMS = before
         of = f"{_words(heads, texts, slots)}, {name}"

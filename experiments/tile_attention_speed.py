@@ -35,8 +35,8 @@ from experiments.workers import reason, run_worker
 GRIDS = {"720p": (21, 45, 80), "480p": (21, 30, 52), "16k": (16, 32, 32)}
 SMALL = (4, 8, 8)
 HEADS, WIDTH = 12, 128
-DENSITIES = (0.1, 0.2, 0.35, 0.5, 1.0)
-NEAR = 0.03  # of a density
+DENSITIES = (0.1, 0.21, 0.35, 0.5, 1.0)
+NEAR = 0.001  # of a density
 LIMIT = 240.0  # seconds for torch
 BATCHES = {"warmup": 1, "batches": 5, "calls": 2}
 CUDNN = "cuDNN, BF16, dense"

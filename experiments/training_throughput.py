@@ -17,13 +17,13 @@ trainer, the host launches a step before it reads the loss of the step before.
     released      gradients are freed in the backward pass
     offloaded     the optimizer's state is in the host's memory
 
-All GPUs that are seen train together, parameters and moments sharded over all of them; BATCH is the
-sequences on each. With --beside-one, each GPU then trains each case alone, all at the same time:
-GPUs of one kind differ by a few percent, and a step takes as long as on the slowest. The efficiency
-is the speed of each of several GPUs over the mean of their speeds alone. Every case runs in a
-process of its own, which may use 95 % of each GPU. The peak is that of the fullest GPU's allocator,
-and includes the whole training state; tokens are random. A case that does not fit is reported as
-such.
+All GPUs that are seen train together, parameters and moments sharded over all of them, or as --mesh
+says; BATCH is the sequences on each. With --beside-one, each GPU then trains each case alone, all
+at the same time: GPUs of one kind differ by a few percent, and a step takes as long as on the
+slowest. The efficiency is the speed of each of several GPUs over the mean of their speeds alone.
+Every case runs in a process of its own, which may use 95 % of each GPU. The peak is that of the
+fullest GPU's allocator, and includes the whole training state; tokens are random. A case that does
+not fit is reported as such.
 
 Runs of another number of GPUs, or with other options than those of the table, write files of their
 own, as training_throughput_4_gpus.json.
@@ -92,6 +92,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--model", default=MODEL, help="a name in coat.models.PRESETS, or a config")
     parser.add_argument("--layers", type=int, help="only the first layers of the model")
     parser.add_argument("--sequence", type=int, default=SEQUENCE, help="tokens of a sequence")
+    parser.add_argument("--mesh", type=_mesh, default="", help="sizes of axes: data=2,fsdp=4")
     parser.add_argument("--beside-one", action="store_true", help="compare with each GPU alone")
     parser.add_argument("--label", help="ends the name of the results file: say, the GPU's")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -108,6 +109,7 @@ def results_path(options: argparse.Namespace) -> Path:
         f"{options.layers}_layers": options.layers is not None,
         f"sequence_{options.sequence}": options.sequence != SEQUENCE,
         f"{gpus}_gpus": gpus > 1,
+        options.mesh.replace("=", "_").replace(",", "_"): options.mesh != "",
         "beside_one": options.beside_one,
         options.label: options.label is not None,
     }
@@ -129,15 +131,18 @@ def each_alone(case: str, options: argparse.Namespace) -> list[Case]:
     """Measures a case on each GPU alone, on all of them at the same time."""
     gpus = range(max(1, count_gpus()))
     with ThreadPoolExecutor(len(gpus)) as pool:
-        return list(pool.map(lambda gpu: in_a_process(case, options, **only([gpu])), gpus))
+        return list(pool.map(lambda gpu: in_a_process(case, options, gpu), gpus))
 
 
-def in_a_process(case: str, options: argparse.Namespace, **variables: str) -> Case:
-    """Measures a case, PRECISION:BATCH, in a process with these environment variables too."""
+def in_a_process(case: str, options: argparse.Namespace, alone: int | None = None) -> Case:
+    """Measures a case, PRECISION:BATCH, in a process that sees all GPUs, or one alone."""
     arguments = ["--model", options.model, "--sequence", str(options.sequence)]
     arguments += ["--layers", str(options.layers)] if options.layers else []
+    if alone is None:
+        arguments += ["--mesh", options.mesh]
     worker = ["experiments.training_throughput", case, "--worker", *arguments]
-    return {**_parsed(case), **outcome(run_worker(*worker, **variables))}
+    sees = {} if alone is None else only([alone])
+    return {**_parsed(case), **outcome(run_worker(*worker, **sees))}
 
 
 def _case(text: str) -> str:
@@ -148,6 +153,25 @@ def _case(text: str) -> str:
             f"{text!r} is not PRECISION:BATCH, as in COAT:16, with {' or '.join(OPTIONS)} after it"
         )
     return text
+
+
+def _mesh(text: str) -> str:
+    """Sizes of a mesh, if that is what they are."""
+    try:
+        sizes_of(text)
+    except (TypeError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not as in data=2,fsdp=4") from None
+    return text
+
+
+def sizes_of(mesh: str) -> dict[str, int]:
+    """Sizes by axis, as `MeshConfig` takes them.
+
+    >>> sizes_of("data=2,fsdp=4")
+    {'data': 2, 'fsdp': 4}
+    """
+    pairs = (pair.split("=") for pair in mesh.split(",") if mesh)
+    return {axis: int(size) for axis, size in pairs}
 
 
 def _parsed(case: str) -> Case:
@@ -168,42 +192,19 @@ def _line(case: Case) -> str:
 def measure(options: argparse.Namespace, trace: Path | None = None) -> Case:
     """One case: seconds of a step, and what it takes in memory; `trace` takes a profile of one."""
     (case,) = map(_parsed, options.cases)
-    name, batch, sequence = case["precision"], case["batch"], options.sequence
     import jax
-    import jax.numpy as jnp
 
-    from coat_jax import models
     from coat_jax.training.cluster.mesh import batch_parts, make_mesh
     from coat_jax.training.compilation import use_one_queue
-    from coat_jax.training.config import MeshConfig, OptimizerConfig, TrainConfig
-    from coat_jax.training.config_files import load_config
+    from coat_jax.training.config import MeshConfig
     from coat_jax.training.report import accounting
     from coat_jax.training.setup import prepare
     from experiments.random_batch import random_batch
 
     use_one_queue(offload=case["offloaded"])
-    if options.model.lower() in models.PRESETS:
-        model = models.config_of(options.model)
-    else:
-        model = load_config(options.model).model
-    model = dataclasses.replace(model, layers=options.layers or model.layers)
-    in_fp8 = name.startswith("COAT")
-    mesh = make_mesh(MeshConfig())
+    mesh = make_mesh(MeshConfig(**sizes_of(options.mesh)))
     device = mesh.local_devices[0]
-    config = TrainConfig(
-        model=dataclasses.replace(model, precision=name, param_dtype=jnp.bfloat16, scan=False),
-        optimizer=OptimizerConfig(
-            name="fp8_adamw" if in_fp8 else "adamw",
-            learning_rate=1e-5,
-            schedule="constant",
-            warmup_steps=0,
-            release_gradients=case["released"],
-            offload=case["offloaded"],
-        ),
-        total_steps=WARMUP + STEPS + 1,
-        global_batch_size=batch * batch_parts(mesh),
-        sequence_length=sequence,
-    )
+    config = config_of(case, options, batch_parts(mesh))
     with jax.set_mesh(mesh):
         prepared = prepare(config, mesh)
         program, compile_seconds = compiled(prepared.lower)
@@ -238,6 +239,36 @@ def measure(options: argparse.Namespace, trace: Path | None = None) -> Case:
         "compile_seconds": compile_seconds,
         "losses": losses,
     }
+
+
+def config_of(case: Case, options: argparse.Namespace, parts: int) -> Any:
+    """The config of a case on devices that see `parts` different batches."""
+    import jax.numpy as jnp
+
+    from coat_jax import models
+    from coat_jax.training.config import OptimizerConfig, TrainConfig
+    from coat_jax.training.config_files import load_config
+
+    name = case["precision"]
+    if options.model.lower() in models.PRESETS:
+        model = models.config_of(options.model)
+    else:
+        model = load_config(options.model).model
+    model = dataclasses.replace(model, layers=options.layers or model.layers)
+    return TrainConfig(
+        model=dataclasses.replace(model, precision=name, param_dtype=jnp.bfloat16, scan=False),
+        optimizer=OptimizerConfig(
+            name="fp8_adamw" if name.startswith("COAT") else "adamw",
+            learning_rate=1e-5,
+            schedule="constant",
+            warmup_steps=0,
+            release_gradients=case["released"],
+            offload=case["offloaded"],
+        ),
+        total_steps=WARMUP + STEPS + 1,
+        global_batch_size=case["batch"] * parts,
+        sequence_length=options.sequence,
+    )
 
 
 def _name(case: Case) -> str:

@@ -22,10 +22,10 @@ from coat_jax.numerics.cache_formats import StoredHeads, decode_heads
 WIDTHS = (64, 128)  # of heads, in the kernel
 LOG2_E = 1.4426950408889634
 BLOCK = 64  # slots of a step
-BLOCK_OF_ONE = 64  # where each KV head has one query head
 LEAST = 128  # slots of a part: adding up many short parts takes as long as they do
 PROGRAMS = 512  # at least, where there are enough slots: about 4 for each processor of an H200
-WARPS, STAGES = 4, 3
+WARPS = 4
+STAGES = 3, 2  # the second where programs are many, which hide each other's latency
 
 CODES, SCALE = "!l b k !t !c", "!l b k !t"
 OWN_CODES, OWN_SCALE = "b k !one !c", "b k !one"
@@ -81,9 +81,7 @@ def attend_in_parts(
     past, layer, first, filled = visible
     slots = past.keys.codes.shape[3]
     parts = min(-(-PROGRAMS // (q.shape[0] * q.shape[1])), -(-slots // LEAST))
-    block = BLOCK_OF_ONE if q.shape[2] == 1 else BLOCK
-    # Where programs are many, they hide each other's latency.
-    stages = STAGES if q.shape[0] * q.shape[1] <= PROGRAMS else STAGES - 1
+    stages = STAGES[q.shape[0] * q.shape[1] > PROGRAMS]
 
     def grid(q: Array, *others: Array) -> dict[str, Any]:
         del others
@@ -92,7 +90,7 @@ def attend_in_parts(
         has = past.keys.scale is not None, past.keys.zero is not None
         integers = jnp.issubdtype(past.keys.codes.dtype, jnp.integer)
         spec = Spec(
-            *(parts, batch * heads, heads, group, rows, width, slots, block, stages),
+            *(parts, batch * heads, heads, group, rows, width, slots, BLOCK, stages),
             *(*has, integers, scale * LOG2_E),
         )
         return {"programs": batch * heads * parts, "warps": WARPS, "stages": stages, "SPEC": spec}

@@ -25,6 +25,7 @@ from coat_jax.numerics.four_bits import GROUP
 
 # Among the fastest of those tried on an H200, for each shape and number of rows.
 SCHEDULE = Schedule(64, 16, 4, 3)  # channels and, at least, rows of x
+TOGETHER = 4, 2  # groups of a step, at most; the second with over 32 rows, for want of registers
 FEW_ROWS = 64
 ADDED_ROWS = 32  # with more, the last programs of `add_product` take longer than a launch
 PROGRAMS = 512  # at most, if a weight is divided: about four for each processor of an H200
@@ -199,8 +200,7 @@ def _launch_arguments(
         # Of a shard; the codes of each weight are followed by scales and zeros.
         own = [codes.shape[0] for codes in others[1::3][: len(weights)]]
         # Few steps of many groups wait less, but a loop of very few steps loads nothing ahead.
-        most = 4 if width <= 32 else 2  # with more rows, registers would be short
-        together = min(max(part // GROUP // 8, 1), most)
+        together = min(max(part // GROUP // 8, 1), TOGETHER[width > 32])
         spec = Spec(rows, shard.shape[1], part, SCHEDULE.rows, width, together, *own, *[0] * absent)
         blocks = sum(-(-of_weight // SCHEDULE.rows) for of_weight in own)
         return {

@@ -16,6 +16,7 @@ from experiments.training_throughput import arguments, results_path
         ("--beside-one", 4, "_4_gpus_beside_one"),
         ("--model tiny --sequence 64", 1, "_tiny_sequence_64"),
         ("--layers 2", 1, "_2_layers"),
+        ("--mesh data=2,fsdp=4", 8, "_8_gpus_data_2_fsdp_4"),
     ],
 )
 def test_runs_with_other_options_than_the_table_write_other_files(monkeypatch, given, gpus, name):
@@ -31,12 +32,18 @@ def test_a_case_of_another_form_is_refused(capsys, case):
     assert f"{case!r} is not PRECISION:BATCH, as in COAT:16" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("mesh", ["data", "data=two"])
+def test_a_mesh_of_another_form_is_refused(capsys, mesh):
+    with pytest.raises(SystemExit):
+        arguments().parse_args(["--mesh", mesh])
+    assert f"{mesh!r} is not as in data=2,fsdp=4" in capsys.readouterr().err
+
+
 def test_several_gpus_are_compared_with_each_of_them_alone(monkeypatch, tmp_path):
     """Two, which train 100 and 80 tokens a second alone, and 144 together."""
 
-    def in_a_process(case, options, **variables):
-        gpu = variables.get("CUDA_VISIBLE_DEVICES")
-        speed = 144 if gpu is None else 100 - 20 * int(gpu)
+    def in_a_process(case, options, alone=None):
+        speed = 144 if alone is None else 100 - 20 * alone
         return {"tokens_per_second": speed, "devices": 2}
 
     monkeypatch.setattr(training_throughput, "count_gpus", lambda: 2)
