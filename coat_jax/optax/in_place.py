@@ -4,9 +4,9 @@
     params, state = optimizer.step(params, grads, state, grad_scale=scale, skip=not_finite)
 
 If parameters and state are donated, they are not copied. `fp8_adamw` has a step of its own, in one
-pass over memory. Any other transformation gets parameters and gradients in FP32, whatever their
-dtypes, so the moments of BF16 parameters are in FP32 (or in FP8, with `compress`). XLA fuses the
-casts. `with_rounding` computes the same as a transformation, for optax's own loop.
+pass over memory. Any other transformation gets those of 16 bits in FP32, so the moments of BF16
+parameters are in FP32 (or in FP8, with `compress`). XLA fuses the casts. `with_rounding` computes
+the same as a transformation, for optax's own loop.
 """
 
 import logging
