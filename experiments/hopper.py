@@ -35,7 +35,7 @@ CHECK = "_maybe_get_and_check_out_shardings"  # the name of a function in JAX's 
 
 
 def hopper_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> jax.sharding.Mesh:
-    """A mesh of 4 H100s, or of 1, that do not exist."""
+    """A mesh of H100s that do not exist."""
     description = (Path(__file__).parent / "h100.txtpb").read_text()
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=description, topology=f"1x1x{math.prod(shape)}"
@@ -50,13 +50,14 @@ def compile_for(mesh: jax.sharding.Mesh, function: Callable, *args: Any, **jit: 
 
 
 def compile_step(
-    config: TrainConfig, sizes: tuple[int, int, int]
+    config: TrainConfig, sizes: tuple[int, ...]
 ) -> tuple[Any, accounting.DeviceMemory, State]:
     """The trainer's step on a mesh of `sizes`, what it takes of each GPU, the state's shapes.
 
-    The sizes are those of data, fsdp and tensor.
+    The sizes are those of data, fsdp, tensor and, if given, expert.
     """
-    mesh = hopper_mesh((*sizes[:2], 1, sizes[2]), NAMES)
+    data, fsdp, tensor, expert = (*sizes, 1)[:4]
+    mesh = hopper_mesh((data, fsdp, expert, tensor), NAMES)
     prepared = prepare(config, mesh)
     program = prepared.lower().compile(compiler_options=OPTIONS)
     memory = accounting.account(

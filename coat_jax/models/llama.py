@@ -49,9 +49,10 @@ class Llama(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         axes, dtype = config.axes, config.param_dtype
         self.config = config
-        self.embed = weight(
-            rngs, (config.vocab, config.width), axes.narrowing, init=EMBEDDING_INIT, dtype=dtype
-        )
+        # Never along its rows: the logits of a head that is tied to it would need all tokens.
+        columns = axes.tensor, axes.fsdp
+        shape = config.vocab, config.width
+        self.embed = weight(rngs, shape, columns, init=EMBEDDING_INIT, dtype=dtype)
         self.layers = stack_layers(config, partial(_layer, config), rngs)
         self.norm = _norm(config)
         head = None

@@ -98,7 +98,8 @@ class Attention(nnx.Module):
             bias = vector(columns, (axes.tensor,), fill=0.0, dtype=param_dtype)
             setattr(self, name, kernel)
             setattr(self, f"{name}_bias", nnx.data(bias if qkv_bias else None))
-        self.out = weight(rngs, (heads * self.head_dim, width), axes.narrowing, dtype=param_dtype)
+        shape = heads * self.head_dim, width
+        self.out = weight(rngs, shape, axes.narrowing(shape), dtype=param_dtype)
         self.out_bias = nnx.data(vector(width, fill=0.0, dtype=param_dtype) if out_bias else None)
         self.norm = nnx.data(norm)
         self.query_norm, self.key_norm = nnx.data(query_norm), nnx.data(key_norm)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from coat_jax import ops, probes
 from coat_jax.kernels.activation import Activation
 from coat_jax.nn.norm import AnyNorm, require_norm_or_none
-from coat_jax.nn.parameters import UNSHARDED, MeshAxes, value_of, weight
+from coat_jax.nn.parameters import UNSHARDED, MeshAxes, value_of, weight, with_whole_groups
 from coat_jax.ops.routing import Scores
 from coat_jax.precision import COAT, Precision, precision_of
 
@@ -95,7 +95,8 @@ class ExpertMLP(nnx.Module):
         columns = axes.hidden_of_experts or None
         self.gate = draw((count, width, hidden), (None, axes.fsdp, columns))
         self.up = draw((count, width, hidden), (None, axes.fsdp, columns))
-        self.down = draw((count, hidden, width), (None, columns, axes.fsdp))
+        narrowing = with_whole_groups((hidden, width), columns, axes.fsdp)
+        self.down = draw((count, hidden, width), (None, *narrowing))
         self.bias = nnx.data(SelectionBias(jnp.zeros(count, jnp.float32)) if has_bias else None)
         self.axes = ops.ExpertAxes(batch_axes, axes.hidden_of_experts)
         self.chosen = chosen

@@ -50,7 +50,8 @@ class GatedMLP(nnx.Module):
         self.norm = nnx.data(norm)
         self.gate = weight(rngs, (width, hidden), axes.widening, dtype=param_dtype)
         self.up = weight(rngs, (width, hidden), axes.widening, dtype=param_dtype)
-        self.down = weight(rngs, (hidden, width), axes.narrowing, dtype=param_dtype)
+        shape = hidden, width
+        self.down = weight(rngs, shape, axes.narrowing(shape), dtype=param_dtype)
         self.activation: Activation = activation
         self.limit = limit
         self.residual = residual
@@ -108,7 +109,8 @@ class MLP(nnx.Module):
         require_norm_or_none("norm", norm)
         self.norm = nnx.data(norm)
         self.up = weight(rngs, (width, hidden), axes.widening, dtype=param_dtype)
-        self.down = weight(rngs, (hidden, width), axes.narrowing, dtype=param_dtype)
+        shape = hidden, width
+        self.down = weight(rngs, shape, axes.narrowing(shape), dtype=param_dtype)
         up_bias = vector(hidden, (axes.tensor,), fill=0.0, dtype=param_dtype)
         down_bias = vector(width, fill=0.0, dtype=param_dtype)
         self.up_bias = nnx.data(up_bias if use_bias else None)

@@ -2,8 +2,9 @@
 
 A weight that widens, [D, F], is sharded along (fsdp, tensor); one that narrows, [F, D], along
 (tensor, fsdp). So tensor parallelism shards the hidden width, and fully sharded data parallelism
-the model's width, which is gathered when a layer needs it. The bias of a weight that widens is
-sharded along tensor; other vectors are replicated.
+the model's width, which is gathered when a layer needs it. Where fsdp would divide D inside a group
+of the optimizer's moments, it shards F instead. The bias of a weight that widens is sharded along
+tensor; other vectors are replicated.
 """
 
 import dataclasses
@@ -17,6 +18,8 @@ from jax.nn.initializers import Initializer
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from coat_jax.numerics import mesh_axes
+from coat_jax.numerics.expansion import GROUP_SIZE
 from coat_jax.validation import require_fields
 
 LECUN = nnx.initializers.lecun_normal()
@@ -45,10 +48,9 @@ class MeshAxes:
         """The axes of a weight from the model's width to a hidden one."""
         return (self.fsdp, self.tensor)
 
-    @property
-    def narrowing(self) -> tuple[str | None, ...]:
-        """The axes of a weight from a hidden width to the model's."""
-        return (self.tensor, self.fsdp)
+    def narrowing(self, shape: tuple[int, ...]) -> tuple[Any, ...]:
+        """The axes of a weight of this shape from a hidden width to the model's."""
+        return with_whole_groups(shape, self.tensor, self.fsdp)
 
     @property
     def hidden_of_experts(self) -> tuple[str, ...]:
@@ -85,6 +87,22 @@ def vector(
 def metadata(sharding: tuple[Any, ...] | None) -> dict[str, Any]:
     """The metadata of a variable that is sharded over these mesh axes."""
     return {"out_sharding": sharding} if sharding and any(sharding) else {}
+
+
+def with_whole_groups(shape: tuple[int, ...], rows: Any, columns: Any) -> tuple[Any, Any]:
+    """The mesh axes of a weight's rows and columns; all along the rows, if these keep groups whole.
+
+    An optimizer's moments have a scale for each group of columns. If the mesh that is set divided
+    the columns inside a group, every step would gather the weight and its moments.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    both = (*jax.tree.leaves(rows), *jax.tree.leaves(columns))
+    if not set(both) <= set(mesh.axis_names):
+        return rows, columns
+    parts = mesh_axes.shards(columns, mesh)
+    inside = parts > 1 and shape[-1] % (parts * GROUP_SIZE) != 0
+    divides = shape[-2] % mesh_axes.shards(both, mesh) == 0
+    return (both, None) if inside and divides else (rows, columns)
 
 
 def value_of(parameter: nnx.Param | None) -> Any:

@@ -131,7 +131,7 @@ def test_values_depend_on_the_seed_alone():
         (cut.embed, P("tensor", "fsdp")),
         (cut.head, P("fsdp", "tensor")),
         (cut.layers.mlp.gate, P(None, "fsdp", "tensor")),
-        (cut.layers.attention.out, P(None, "tensor", "fsdp")),
+        (cut.layers.attention.out, P(None, ("tensor", "fsdp"), None)),
     ):
         value = parameter[...]
         assert value.sharding == jax.sharding.NamedSharding(mesh, spec)

@@ -79,7 +79,7 @@ def test_each_expert_is_sharded_and_its_tokens_too():
         x = jax.device_put(X, P("fsdp"))
         sharded, found = computed(layer, x)
     columns = ("expert", "tensor")
-    assert specs == [P("fsdp"), P(None, "fsdp", columns), P(None, columns, "fsdp")]
+    assert specs == [P("fsdp"), P(None, "fsdp", columns), P(None, (*columns, "fsdp"), None)]
     np.testing.assert_allclose(sharded, y, atol=1e-5)
     for one, other in zip(found, routing, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)

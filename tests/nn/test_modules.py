@@ -138,17 +138,22 @@ def test_norms_after_come_with_the_residual_sum():
 
 
 def test_parameters_are_sharded_over_the_mesh_that_is_set():
+    """A weight that narrows along its columns, unless a shard had less than a group of 128."""
     mesh = jax.make_mesh((2, 4), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
         layer = nnx.jit(lambda: block(axes=AXES, qkv_bias=True))()
+        wide = nn.MLP(2 * 128, 8, axes=AXES, rngs=nnx.Rngs(0))
+        odd = nn.MLP(WIDTH, 12, axes=AXES, rngs=nnx.Rngs(0))
     specs = {
         "query": PartitionSpec("fsdp", "tensor"),
-        "out": PartitionSpec("tensor", "fsdp"),
+        "out": PartitionSpec(("tensor", "fsdp")),
         "query_bias": PartitionSpec("tensor"),
     }
     for name, spec in specs.items():
         assert getattr(layer.attention, name)[...].sharding.spec == spec
-    assert layer.mlp.down[...].sharding.spec == PartitionSpec("tensor", "fsdp")
+    assert layer.mlp.down[...].sharding.spec == PartitionSpec(("tensor", "fsdp"))
+    for mlp in (wide, odd):  # 12 rows cannot be divided by 8
+        assert mlp.down[...].sharding.spec == PartitionSpec("tensor", "fsdp")
 
 
 def test_segments_and_positions_reach_attention():

@@ -90,6 +90,17 @@ def test_llama2_7b_fits_80_gb_at_two_sequences_a_gpu_and_moves_fp8():
         assert math.prod(shape) <= 64 * 2 * 4096, (dtype, shape)  # scales of norms, all layers
 
 
+def test_weights_are_not_gathered_for_the_optimizer_where_columns_would_divide_groups():
+    """A quarter of 768 columns is one and a half groups of its moments."""
+    program, _, _ = compiled("llama_124m", (1, 4, 1), batch=8, sequence=1024, layers=2)
+    vocabulary = 50304
+    gathered = moved(program, "all-gather")
+    # What is left besides tokens is the embedding, which is also the head, and its moments.
+    others = {d for d, shape in gathered if not {vocabulary, 4 * vocabulary} & set(shape)}
+    assert others <= {"f8e4m3fn", "s32"}
+    assert any(shape[-2:] == (2048, 768) for _, shape in gathered)
+
+
 @pytest.mark.costly
 def test_four_gpus_move_weights_in_8_bits_and_what_is_summed_in_16():
     """With INT8 forward products, the head by itself, and parameters in BF16."""

@@ -149,7 +149,8 @@ class Embedder(nnx.Module):
     def __init__(self, inputs: int, activation: str, config: Config, rngs: nnx.Rngs):
         width, dtype = config.width, config.param_dtype
         self.up = weight(rngs, (inputs, width), config.axes.widening, dtype=dtype)
-        self.down = weight(rngs, (width, width), config.axes.narrowing, dtype=dtype)
+        shape = width, width
+        self.down = weight(rngs, shape, config.axes.narrowing(shape), dtype=dtype)
         self.up_bias = vector(width, (config.axes.tensor,), fill=0.0, dtype=dtype)
         self.down_bias = vector(width, fill=0.0, dtype=dtype)
         self.activation = activation

@@ -122,7 +122,8 @@ class MLPProjector(nnx.Module):
         inputs, outputs, dtype = config.tower.width, config.decoder.width, config.param_dtype
         self.precision = config.precision
         self.up = weight(rngs, (inputs, outputs), config.axes.widening, dtype=dtype)
-        self.down = weight(rngs, (outputs, outputs), config.axes.narrowing, dtype=dtype)
+        shape = outputs, outputs
+        self.down = weight(rngs, shape, config.axes.narrowing(shape), dtype=dtype)
         biases = [
             vector(outputs, sharding, fill=0.0, dtype=dtype) if config.projector_bias else None
             for sharding in ((config.axes.tensor,), ())
