@@ -15,16 +15,18 @@ from coat_jax.precision import Precision
 
 LINEAR = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
 NORMS = (nnx.RMSNorm, nnx.LayerNorm)
+OURS = (ops.DotGeneral, ops.Einsum)
 # Classes that have the same attributes.
 REPLACED: dict[type, Any] = {nnx.RMSNorm: RMSNorm, nnx.LayerNorm: LayerNorm, nnx.Embed: Embed}
 
 
 def convert_layer(module: Any, precision: Precision) -> None:
-    """Converts one of Flax's layers in place."""
+    """Converts one of Flax's layers in place; or back, one that was converted before."""
     if isinstance(module, nnx.Einsum):
-        module.einsum_op = ops.Einsum(precision)
+        module.einsum_op = ops.Einsum(precision) if precision.fp8_linear else jnp.einsum
     elif isinstance(module, LINEAR):
-        module.dot_general = ops.DotGeneral(precision)
+        fp8 = precision.fp8_linear
+        module.dot_general = ops.DotGeneral(precision) if fp8 else jax.lax.dot_general
     elif type(module) in REPLACED:
         set_class(module, REPLACED[type(module)])
         if not isinstance(module, Embed):
@@ -35,6 +37,8 @@ def formats_of(module: Any, precision: Precision) -> str:
     """Names what `convert_layer` makes of a layer."""
     if isinstance(module, nnx.Embed):
         return "coat.nn.Embed, whose gradient is summed in FP32"
+    if isinstance(module, LINEAR) and not precision.fp8_linear:
+        return "what it was before it was converted"
     forward = "fp8" if isinstance(module, NORMS) else precision.forward_products
     return {"fp8": "FP8", "int8": "INT8 and FP8", "bf16": "FP8 in the backward pass"}[forward]
 
@@ -48,6 +52,8 @@ def why_not(module: Any, precision: Precision, source: str) -> str:
         source: what says so.
     """
     if isinstance(module, LINEAR):
+        if isinstance(_product_of(module), OURS):  # converted before
+            return ""
         return why_not_linear(module) if precision.fp8_linear else f"{source} is not FP8"
     if isinstance(module, NORMS):
         return why_not_norm(module) if precision.block else f"{source} leaves norms unchanged"
@@ -65,8 +71,15 @@ def why_not_linear(module: Any) -> str:
         return _why_not_einsum(module)
     if isinstance(module, nnx.LinearGeneral) and module.batch_axis:
         return "its weight has batch axes"
-    own = getattr(module, "dot_general_cls", None) or module.dot_general
+    own = _product_of(module)
     return "" if own in (None, jax.lax.dot_general) else "it has a dot_general of its own"
+
+
+def _product_of(module: Any) -> Any:
+    """What one of LINEAR multiplies with."""
+    if isinstance(module, nnx.Einsum):
+        return module.einsum_op
+    return getattr(module, "dot_general_cls", None) or module.dot_general
 
 
 def why_not_norm(module: Any) -> str:

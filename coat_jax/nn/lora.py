@@ -100,7 +100,7 @@ def freeze(model: nnx.Module, precision: Precision | str = COAT) -> nnx.Module:
             set_class(layer, LoRALinear)
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} has no nnx.LoRALinear, whose weight could be frozen. Use "
+            f"{type(model).__name__} has no nnx.LoRALinear that is not frozen yet. Use "
             "nnx.LoRALinear instead of nnx.Linear for the layers to adapt."
         )
     return copy

@@ -13,6 +13,7 @@ from coat_jax.nn.converted_mlp import MLPS, MLPClass, Roles, roles_of
 from coat_jax.nn.convertible import formats_of, why_not
 from coat_jax.precision import Precision, precision_of
 from coat_jax.printable import table
+from coat_jax.validation import brief
 
 Rules = Mapping[str, Precision | str | MLPClass]
 
@@ -76,6 +77,8 @@ def _sizes(decisions: list[Decision]) -> tuple[str, str]:
 
 def decide(model: nnx.Module, precision: Precision, rules: Rules) -> Plan:
     """A decision for each module with parameters of its own, or that a rule turns into an MLP."""
+    if not isinstance(rules, Mapping):
+        raise TypeError(f'rules are a dict, such as {{"*.head": "bf16"}}, not {brief(rules)}.')
     given: dict[str, Any] = dict(rules)
     settings = {
         g: v if isinstance(v, type) and v in MLPS else precision_of(v) for g, v in given.items()

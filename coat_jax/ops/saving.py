@@ -33,7 +33,7 @@ from coat_jax.errors import UserError
 from coat_jax.numerics import eight_bits, mesh_axes
 from coat_jax.numerics.blocks import Blocks, from_blocks, to_blocks
 from coat_jax.numerics.explicit_axes import explicit_spec, shard_inside
-from coat_jax.numerics.formats import E4M3, E5M2
+from coat_jax.numerics.formats import E4M3, E5M2, named_format
 from coat_jax.numerics.noise import of_places, run_numbers
 from coat_jax.ops import recording
 from coat_jax.ops.checks import require_real
@@ -98,23 +98,23 @@ def save_fp8(
     require_real("save_fp8", x, least_rank=1)
     if not isinstance(name, str):
         raise TypeError(f"save_fp8 takes a name as its second argument, not {brief(name)}.")
-    if jnp.dtype(dtype) not in (E4M3, E5M2, jnp.int8):
+    known = named_format(dtype, jnp.int8)
+    if known not in (E4M3, E5M2, jnp.int8):
         raise UserError(f"save_fp8 got dtype={brief(dtype)}. Use coat.E4M3, coat.E5M2 or jnp.int8.")
+    stored = jnp.dtype(known)
     require("block", block, Block)
     mesh = jax.typeof(x).sharding.mesh
     columns, parts = x.shape[-1], mesh_axes.shards(explicit_spec(x)[-1], mesh)
-    if parts > 1 and columns // parts % block and jnp.dtype(dtype) != jnp.int8:
+    if parts > 1 and columns // parts % block and stored != jnp.int8:
         raise UserError(
             f"save_fp8 got {name!r} with a last axis of {columns} in {parts} shards, which are no "
             f"multiple of block={block}. Shard another axis, or use smaller blocks."
         )
-    if probes.current_scope.value is not None and jnp.dtype(dtype) != jnp.int8:
+    if probes.current_scope.value is not None and stored != jnp.int8:
         with probes.named(name):
             mode = Mode(Precision(fp8_linear=False, block=block), "xla")
-            x = _watch(mode, (jnp.dtype(dtype), stochastic), x)
-    kept: Array = save_p.bind(
-        x, name=name, dtype=jnp.dtype(dtype), block=block, stochastic=stochastic
-    )
+            x = _watch(mode, (stored, stochastic), x)
+    kept: Array = save_p.bind(x, name=name, dtype=stored, block=block, stochastic=stochastic)
     return kept
 
 

@@ -19,4 +19,9 @@ def save_fp8(
     """
     if not names or not all(isinstance(name, str) for name in names):
         raise TypeError('save_fp8 takes names, as in coat.policies.save_fp8("hidden").')
+    if not (otherwise is None or callable(otherwise)):
+        raise TypeError(
+            f"otherwise={otherwise!r} is not a policy, such as "
+            "jax.checkpoint_policies.dots_saveable."
+        )
     return SaveFP8(names, otherwise, offload)

@@ -25,6 +25,7 @@ from coat_jax.numerics.minifloat import Minifloat
 from coat_jax.training.config import TrainConfig, in_bf16
 from coat_jax.training.config.optimizer import is_optimizer
 from coat_jax.training.overrides import show
+from coat_jax.validation import brief
 
 FUNCTION, BF16 = "config", "bf16"
 PACKAGE = Path(__file__).parents[1]
@@ -58,9 +59,11 @@ def load_config(source: str) -> TrainConfig:
         line = f":{lines[-1]}" if lines else ""
         raise UserError(f"{file}{line}: {type(error).__name__}: {error}") from error
     if not isinstance(config, TrainConfig):
+        if function in names:
+            raise UserError(f"{file}:{function}() returned {brief(config)}, not a TrainConfig.")
         own = [name for name, value in names.items() if inspect.isfunction(value)]
         raise UserError(
-            f"{file} has no function {function}() that returns a TrainConfig. Its functions are "
+            f"{file} has no function {function}(). Its functions are "
             f"{', '.join(own) or 'none'}: choose one with {file}:NAME. `coat train llama_tiny "
             "--print-config` prints an example."
         )

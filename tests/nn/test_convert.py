@@ -173,6 +173,20 @@ def test_modules_that_may_compute_something_else_are_left_alone():
     assert [*map(type, nn.convert(model))] == [*map(type, modules)]
 
 
+def test_a_converted_model_is_converted_again_and_back(net):
+    """Norms keep the precision that they were given: their results are exact in any case."""
+    converted = nn.convert(net, coat.COAT)
+    again, fresh = (nn.convert(model, coat.COAT_INT8) for model in (converted, net))
+    y, found = again(TOKENS), converted(TOKENS)
+    np.testing.assert_array_equal(y, fresh(TOKENS))
+    assert np.any(y != found)
+    back = nn.convert(converted, "bf16")
+    np.testing.assert_allclose(back(TOKENS), net(TOKENS), atol=1e-6)
+    plan = {decision.path: decision.becomes for decision in nn.plan_conversion(converted, "bf16")}
+    assert plan["heads"] == plan["join"] == "what it was before it was converted"
+    assert plan["norm"] == "unchanged: it already has a precision"
+
+
 def test_linen_takes_the_products():
     x = np.random.default_rng(0).standard_normal((3, 32), np.float32)
     dense = linen.Dense(16, use_bias=False, dot_general_cls=coat.linen.dot_general_cls())

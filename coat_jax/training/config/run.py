@@ -73,7 +73,7 @@ class TrainConfig:
         init_from: the folder of a Hugging Face model or of another run, from whose parameters this
             run begins.
         log_every: steps between records of the metrics.
-        frozen: globs of parameters that do not change, as in "layers.*.attention.*": they have
+        frozen: globs of parameters that do not change, as in "*.attention.*": they have
             neither gradients nor moments.
         metrics: more quantities to log, by name: functions of a `step.FinishedStep`, which has
             parameters, gradients and moments; only in a config file.
