@@ -48,12 +48,8 @@ def main() -> None:
         f"from step {found['resumed']}; from there losses differ by at most {found['after']:.1e}, "
         f"before by {found['before']:.1e}."
     )
-    records.write(options.out / "lost_process.json", {**vars_of(options), **found})
-
-
-def vars_of(options: Any) -> dict[str, int]:
-    """What was asked for."""
-    return {name: getattr(options, name) for name in ("processes", "left", "steps")}
+    asked = {name: getattr(options, name) for name in ("processes", "left", "steps")}
+    records.write(options.out / "lost_process.json", {**asked, **found})
 
 
 def measure(processes: int, left: int, steps: int, work: Path) -> dict[str, Any]:

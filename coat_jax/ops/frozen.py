@@ -35,6 +35,7 @@ from coat_jax.ops.projection import (
     mode_of,
 )
 from coat_jax.precision import COAT, Precision
+from coat_jax.validation import brief
 
 
 class Frozen(NamedTuple):
@@ -62,7 +63,7 @@ def _fp8_mode(name: str, precision: Precision | str, implementation: Implementat
     if not stores or mode.precision.forward_products != "fp8":
         raise UserError(
             f"{name} takes a precision that multiplies in FP8, not simulated and with "
-            f'forward_products="fp8", such as coat.COAT; not {mode.precision}.'
+            f'forward_products="fp8", such as coat.COAT; not {brief(precision)}.'
         )
     return mode
 

@@ -55,6 +55,16 @@ def several_gpus() -> list[list[str]]:
     return rows
 
 
+def eight_gpus() -> list[list[str]]:
+    """What steps on eight GPUs take of each, and what each receives, as compiled."""
+    rows = [["model", "mesh", "batch", "", "memory, GB", "gathered, GB", "summed, GB"]]
+    for one in of("eight_gpus")["cases"]:
+        sizes = (f"{one[key] / GB:.1f}" for key in ("peak", "gathered", "summed"))
+        mesh = one["mesh"].replace("=", " ").replace(",", ", ")
+        rows.append([one["model"], mesh, str(one["batch"]), _precision(one), *sizes])
+    return rows
+
+
 def small_model() -> list[list[str]]:
     """llama_124m on one GPU."""
     rows = [["precision", "batch", "tokens/s", "peak memory, GB"]]

@@ -1,4 +1,4 @@
-"""What Llama-2-7B takes: recipe_memory, released_memory and others."""
+"""What Llama-2-7B takes, and what becomes of a run that loses a process."""
 
 from experiments.published.results import GB, case, of
 
@@ -28,6 +28,11 @@ def released_memory() -> list[list[str]]:
         batch = f"{kept['batch']} x {kept['sequence']}"
         rows.append([batch, *(f"{size / GB:.1f}" for size in sizes)])
     return rows
+
+
+def lost_process() -> str:
+    """By how much losses differ, relatively, after fewer processes went on with a run."""
+    return f"{of('lost_process')['after']:.0e}"
 
 
 def gradients() -> str:
