@@ -37,7 +37,7 @@ CASES = (
     Case("llama2_7b", "data=2,fsdp=4", 8),
     Case("llama2_7b", "fsdp=8", 16, ("COAT",)),
     Case("llama2_13b", "fsdp=8", 8),
-    Case("llama_30b", "fsdp=8", 6),
+    Case("llama_30b", "fsdp=8", 3),
     Case("olmoe_7b", "fsdp=8", 8),
     Case("olmoe_7b", "expert=8,fsdp=1", 8),
 )
