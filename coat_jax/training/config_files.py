@@ -59,13 +59,13 @@ def load_config(source: str) -> TrainConfig:
         line = f":{lines[-1]}" if lines else ""
         raise UserError(f"{file}{line}: {type(error).__name__}: {error}") from error
     if not isinstance(config, TrainConfig):
+        missing = f"{file} has no function {function}() that returns a TrainConfig"
         if function in names:
-            raise UserError(f"{file}:{function}() returned {brief(config)}, not a TrainConfig.")
+            raise UserError(f"{missing}: it returned {brief(config)}.")
         own = [name for name, value in names.items() if inspect.isfunction(value)]
         raise UserError(
-            f"{file} has no function {function}(). Its functions are "
-            f"{', '.join(own) or 'none'}: choose one with {file}:NAME. `coat train llama_tiny "
-            "--print-config` prints an example."
+            f"{missing}. Its functions are {', '.join(own) or 'none'}: choose one with "
+            f"{file}:NAME. `coat train llama_tiny --print-config` prints an example."
         )
     return config
 
