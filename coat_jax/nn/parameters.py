@@ -90,7 +90,7 @@ def metadata(sharding: tuple[Any, ...] | None) -> dict[str, Any]:
 
 
 def with_whole_groups(shape: tuple[int, ...], rows: Any, columns: Any) -> tuple[Any, Any]:
-    """The mesh axes of a weight's rows and columns; all along the rows, if these keep groups whole.
+    """The mesh axes of a weight's rows and columns; all along its rows if columns would cut groups.
 
     An optimizer's moments have a scale for each group of columns. If the mesh that is set divided
     the columns inside a group, every step would gather the weight and its moments.
