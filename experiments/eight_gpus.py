@@ -54,8 +54,8 @@ def main() -> None:
     cases: list[dict[str, Any]] = []
     for case in CASES:
         for precision in case.precisions:
-            cases.append({**case._asdict(), "precision": precision, **compiled(case, precision)})
-            del cases[-1]["precisions"]
+            named = {"model": case.model, "mesh": case.mesh, "batch": case.batch}
+            cases.append({**named, "precision": precision, **compiled(case, precision)})
             print(line(cases[-1]), flush=True)
             records.write(options.out / "eight_gpus.json", {"sequence": SEQUENCE, "cases": cases})
 
