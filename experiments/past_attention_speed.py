@@ -101,16 +101,16 @@ def measured(
 
 def tuned(heads: tuple[int, int], texts: int, slots: int, formats: list[str]) -> list[list[Case]]:
     """The kernel with each schedule on each format, in turns; the fastest first."""
-    before = kernels.BLOCK, kernels.WARPS, kernels.STAGES, kernels.PROGRAMS
+    before = kernels.loop_of, kernels.PROGRAMS
     found = []
     for name in formats:
         past, size = cache(heads, texts, slots, FORMATS[name])
         programs = []
-        for block, warps, stages, count in SCHEDULES:
-            kernels.BLOCK, kernels.WARPS = block, warps
-            kernels.STAGES, kernels.PROGRAMS = (stages, stages), count
+        for *loop, count in SCHEDULES:
+            kernels.loop_of = lambda *_, loop=kernels.Loop(*loop): loop
+            kernels.PROGRAMS = count
             programs.append(attentions(heads, past, size, "kernel"))
-        kernels.BLOCK, kernels.WARPS, kernels.STAGES, kernels.PROGRAMS = before
+        kernels.loop_of, kernels.PROGRAMS = before
         of = f"{_words(heads, texts, slots)}, {name}"
         cases = [
             {"of": of, "way": "{} slots, {} warps, {} stages, {} programs".format(*schedule)}

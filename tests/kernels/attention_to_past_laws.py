@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from coat_jax import ops
+from coat_jax.kernels import attention_to_past as kernels
 from coat_jax.numerics.cache_formats import StoredHeads, encode_heads
 
 FORMATS = [None, "int8", "fp8", "int4"]
@@ -58,6 +59,12 @@ class AttentionToPastLaws:
     def test_texts_begin_where_they_begin(self, format, number):
         """At the first slot, within a block, and at the beginning of the last one."""
         drawn = draw(3, self.slots, *self.cases[number], format, self.dtype)
+        self.compare(drawn, [0, 70, 128], 141)
+
+    @pytest.mark.parametrize("number", [0, 1])
+    def test_many_texts_have_no_parts_and_other_blocks(self, number, monkeypatch):
+        monkeypatch.setattr(kernels, "PROGRAMS", 1)
+        drawn = draw(3, self.slots, *self.cases[number], "int8", self.dtype)
         self.compare(drawn, [0, 70, 128], 141)
 
     @pytest.mark.parametrize("format", ["int4", None])
