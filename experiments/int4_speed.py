@@ -158,7 +158,7 @@ def _int8_codes(x: Array, weight: ops.Quantized) -> Array:
 
 
 def _expanded(x: Array, weight: ops.Quantized) -> Array:
-    return int4.product_of_many_rows(x, weight.in_int4(), choose(None))
+    return int4.product_of_many_rows(x, weight.in_int4(), choose(None), jnp.bfloat16)
 
 
 def _rows(x: Array) -> int4.Rows:
@@ -168,13 +168,13 @@ def _rows(x: Array) -> int4.Rows:
 
 def _int4_kernel(rows: int4.Rows, weight: ops.Quantized) -> Array:
     if jax.default_backend() != "gpu":  # where the kernel cannot run
-        return int4.product_of_many_rows(rows.codes, weight.in_int4(), "xla")
+        return _expanded(rows.codes, weight)
     return int4.products_of_few_rows(rows, [weight.in_int4()])[0].parts
 
 
 def _int4_added(rows: int4.Rows, weight: ops.Quantized) -> Array:
     if jax.default_backend() != "gpu":
-        return int4.product_of_many_rows(rows.codes, weight.in_int4(), "xla")
+        return _expanded(rows.codes, weight)
     x = jnp.zeros((rows.codes.shape[0], weight.codes.shape[0]), jnp.bfloat16)
     return int4.add_product(x, rows, weight.in_int4())
 

@@ -107,7 +107,7 @@ def tuned(heads: tuple[int, int], texts: int, slots: int, formats: list[str]) ->
         past, size = cache(heads, texts, slots, FORMATS[name])
         programs = []
         for *loop, count in SCHEDULES:
-            kernels.loop_of = lambda *_, loop=kernels.Loop(*loop): loop
+            kernels.loop_of = lambda *_, loop=loop: kernels.Loop(*loop)
             kernels.PROGRAMS = count
             programs.append(attentions(heads, past, size, "kernel"))
         kernels.loop_of, kernels.PROGRAMS = before

@@ -175,9 +175,11 @@ def _product_of_fp8_codes(x: Array, w: Array, dtype: DTypeLike) -> Array:
         values = lax.optimization_barrier(x.astype(jnp.bfloat16))
         return multiplied(values, w.astype(jnp.bfloat16))
 
-    if 1 < math.prod(x.shape[:-1]) <= FEW_ROWS:
+    rows = math.prod(x.shape[:-1])
+    if 1 < rows <= FEW_ROWS:
         return lax.platform_dependent(x, w, cuda=in_bf16, default=multiplied)
-    return multiplied(x, w)
+    # XLA would merge small products of one x, and for that copy their weights into one array.
+    return multiplied(x, w) if rows == 1 else multiplied(*lax.optimization_barrier((x, w)))
 
 
 def scale_sums(

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt8
 
 from coat_jax.kernels import gemm
@@ -99,20 +100,21 @@ class Expansion(NamedTuple):
     inputs: int
     height: int  # channels of a program
     together: int  # groups of a program
+    divisor: bool  # whether the kernel finds the scales of channels
 
 
 def product_of_many_rows(
-    x: Float[Array, "*rows K"], weight: Weight, how: Implementation
+    x: Float[Array, "*rows K"], weight: Weight, how: Implementation, dtype: DTypeLike
 ) -> Float[Array, "*rows N"]:
-    """x w^T for x in E4M3, in FP32, by cuBLAS; the scales of x are applied afterwards.
+    """x w^T for x in E4M3, by cuBLAS, in FP32: sums in `dtype`, times the scales of channels.
 
-    As in `gemm.product_of_codes`, x must come from values that were rounded before the cast.
+    The scales of x are applied afterwards. As in `gemm.product_of_codes`, x must come from values
+    that were rounded before the cast.
     """
     if weight.zero is None:
         expanded = expand if how == "triton" else four_bits.expand
         codes, of_channel = expanded(weight.codes, weight.scale)
-        sums = gemm.product_of_codes(x, codes, jnp.float32)
-        return sums * of_channel
+        return gemm.product_of_codes(x, codes, dtype).astype(jnp.float32) * of_channel
     values = four_bits.values(*weight).astype(jnp.bfloat16)
     return jnp.matmul(x.astype(jnp.bfloat16), values.T, preferred_element_type=jnp.float32)
 
@@ -123,20 +125,23 @@ def expand(
     """`four_bits.expand`, by the kernel."""
     from coat_jax.kernels.triton.int4 import expand_tile
 
+    # On a mesh, devices may have some inputs of a channel only.
+    whole = jax.sharding.get_abstract_mesh().size <= 1
+    of_channel = None if whole else four_bits.channel_scales(scale)
+
     def grid(codes: Array, *others: Array) -> dict[str, Any]:
         del others
-        spec = Expansion(codes.shape[0], 2 * codes.shape[1], *EXPANSION)
+        spec = Expansion(codes.shape[0], 2 * codes.shape[1], *EXPANSION, whole)
         programs = -(-spec.channels // spec.height) * -(-spec.inputs // (GROUP * spec.together))
         return {"programs": programs, "warps": 4, "SPEC": spec}
 
-    of_channel = four_bits.channel_scales(scale)
-    (expanded,) = launch_sharded(
+    expanded, found = launch_sharded(
         expand_tile,
         [(codes, "n k/2"), (scale, f"n k/{GROUP}"), (of_channel, "n")],
-        [("n k", E4M3)],
+        [("n k", E4M3), ("n" if whole else "", jnp.float32)],
         grid,
     )
-    return expanded, of_channel
+    return expanded, found if of_channel is None else of_channel
 
 
 def share_a_launch(weights: Sequence[Weight]) -> bool:

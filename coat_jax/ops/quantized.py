@@ -133,10 +133,9 @@ def quantized_linear(
         (8, 64)
     """
     x = _require_fit(x, weight, bias, activations)
-    # FP16 cannot hold sums of codes. BF16 can: they are then rounded before they are scaled.
-    wide = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
+    wide = _wide(x.dtype)
     if weight.format == "int4" and activations != "none":
-        (y,) = _int4_products(x, [weight], choose(implementation))
+        (y,) = _int4_products(x, [weight], wide, choose(implementation))
     elif weight.format == "int4":
         values = four_bits.values(weight.codes, weight.scale, weight.zero)
         # FP16 may not hold them, BF16 may.
@@ -169,7 +168,7 @@ def quantized_linears(
         return [quantized_linear(x, weight, bias, **how) for weight, bias in pairs]
     for weight, bias in zip(weights, biases, strict=True):
         x = _require_fit(x, weight, bias, activations)
-    outputs = _int4_products(x, weights, choose(implementation))
+    outputs = _int4_products(x, weights, _wide(x.dtype), choose(implementation))
     return [_with_bias(y, bias, x.dtype) for y, bias in zip(outputs, biases, strict=True)]
 
 
@@ -198,6 +197,11 @@ def _require_fit(
     return x
 
 
+def _wide(dtype: DTypeLike) -> DTypeLike:
+    """FP16 cannot hold sums of codes. BF16 can: they are then rounded before they are scaled."""
+    return jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+
+
 def _with_bias(
     y: Float[Array, "*rows N"], bias: Float[Array, " N"] | None, dtype: DTypeLike
 ) -> Float[Array, "*rows N"]:
@@ -205,7 +209,7 @@ def _with_bias(
 
 
 def _int4_products(
-    x: Float[Array, "*rows K"], weights: Sequence[Quantized], how: Implementation
+    x: Float[Array, "*rows K"], weights: Sequence[Quantized], dtype: DTypeLike, how: Implementation
 ) -> list[Float[Array, "*rows N"]]:
     """Products with x in FP8, rounded with the static scale of the first weight if it has one."""
     packed = [weight.in_int4() for weight in weights]
@@ -215,7 +219,7 @@ def _int4_products(
     else:
         codes, scale = _round_rows(x, given, "fp8")
         if how == "xla" or not 0 < rows <= int4.FEW_ROWS:
-            return [int4.product_of_many_rows(codes, weight, how) * scale for weight in packed]
+            return [int4.product_of_many_rows(codes, of, how, dtype) * scale for of in packed]
         rounded = int4.Rows.of(codes.reshape(rows, -1), scale.reshape(rows))
     products = int4.products_of_few_rows(rounded, packed)
     return [product.total().reshape(*x.shape[:-1], -1) for product in products]

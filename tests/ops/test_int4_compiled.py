@@ -86,10 +86,14 @@ def test_parts_are_stored_before_they_are_counted(rows, tmp_path):
     assert order.findall(after)[0] == ("", "bar")
 
 
-def test_many_rows_are_an_expansion_and_a_product_in_fp8():
-    compiled = program(2048)
-    assert kernel_calls(compiled) == 1
-    assert compiled.as_text().count('custom_call_target="__cublas$lt$matmul$f8"') == 1
+def test_many_rows_are_expansions_and_products_in_fp8(monkeypatch):
+    """One of each for each weight; copied side by side, XLA could multiply small ones together."""
+    monkeypatch.setitem(OPTIONS, "xla_gpu_dot_merger_threshold_mb", 2 * K * N // 2**20)
+    compiled = program(2048, weights=3)
+    assert kernel_calls(compiled) == 3
+    text = compiled.as_text()
+    assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 3
+    assert " concatenate(" not in text
 
 
 @pytest.mark.parametrize("rows", [4, 2048])

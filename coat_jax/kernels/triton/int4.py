@@ -119,8 +119,11 @@ def multiply_block(
 
 
 @triton.jit
-def expand_tile(codes, scale, of_channel, out, SPEC: tl.constexpr):
-    """Numbers (u - 8) scale / of_channel in E4M3, which has them all."""
+def expand_tile(codes, scale, of_channel, out, found, SPEC: tl.constexpr):
+    """Numbers (u - 8) scale / of_channel in E4M3, which has them all.
+
+    Where SPEC.divisor is set, of_channel is the largest scale, which is stored in `found`.
+    """
     F8: tl.constexpr = out.dtype.element_ty
     HEIGHT: tl.constexpr = SPEC.height
     TOGETHER: tl.constexpr = SPEC.together
@@ -129,7 +132,15 @@ def expand_tile(codes, scale, of_channel, out, SPEC: tl.constexpr):
     first = tl.program_id(0) % across * TOGETHER
     n = tl.program_id(0) // across * HEIGHT + tl.arange(0, HEIGHT)
     row, k = n.to(tl.int64)[:, None] * (SPEC.inputs // 2), tl.arange(0, HALF)[None, :]
-    largest = tl.load(of_channel + n, mask=n < SPEC.channels, other=1.0)
+    if SPEC.divisor:
+        g = tl.arange(0, triton.next_power_of_2(groups))[None, :]
+        used = (n < SPEC.channels)[:, None] & (g < groups)
+        scales = tl.load(scale + n[:, None] * groups + g, mask=used, other=0.0).to(tl.float32)
+        largest = tl.max(scales, axis=1)  # not of NaN, of which codes are made all the same
+        largest = tl.where(largest > 0, largest, 1.0)
+        tl.store(found + n, largest, mask=(n < SPEC.channels) & (first == 0))
+    else:
+        largest = tl.load(of_channel + n, mask=n < SPEC.channels, other=1.0)
     for more in tl.static_range(TOGETHER):
         group = first + more
         there = (n < SPEC.channels) & (group < groups)
