@@ -12,7 +12,6 @@ one token of each text a launch takes longer than what it computes. A program ho
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -22,7 +21,7 @@ from coat_jax.kernels.activation import Constants as Activating
 from coat_jax.kernels.attention_to_past import Past
 from coat_jax.kernels.int4 import COUNTS, FEW_ROWS, SCHEDULE, Product, Rows
 from coat_jax.kernels.norm import Norm, constants_of, padded_width, warps_of
-from coat_jax.kernels.sharding import launch_sharded
+from coat_jax.kernels.sharding import launch_sharded, on_one_device
 from coat_jax.numerics.cache_formats import CacheFormat, StoredHeads
 from coat_jax.numerics.eight_bits import DTYPES
 from coat_jax.numerics.formats import E4M3, format_of
@@ -58,7 +57,7 @@ def fits(rows: int, *columns: int) -> bool:
     """Whether the kernels take so many rows of so many columns, on the devices that are set."""
     whole = all(n % GROUP == 0 and n <= WIDEST for n in columns)
     # Columns may be sharded on a mesh, and a program would not have the whole row.
-    return whole and 0 < rows <= FEW_ROWS and jax.sharding.get_abstract_mesh().size <= 1
+    return whole and 0 < rows <= FEW_ROWS and on_one_device()
 
 
 def normalize(x: Float[Array, "M K"], norm: Norm | None) -> Rows:

@@ -11,7 +11,6 @@ expanded to FP8 codes, or to BF16 where its scales are any numbers, and multipli
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt8
@@ -19,7 +18,8 @@ from jaxtyping import Array, Float, Int, UInt8
 from coat_jax.kernels import gemm
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.launch import Schedule
-from coat_jax.kernels.sharding import launch_sharded
+from coat_jax.kernels.norm import padded_width
+from coat_jax.kernels.sharding import launch_sharded, on_one_device
 from coat_jax.numerics import four_bits
 from coat_jax.numerics.formats import E4M3
 from coat_jax.numerics.four_bits import GROUP
@@ -30,7 +30,6 @@ TOGETHER = 4, 2  # groups of a step, at most; the second with over 32 rows, for 
 FEW_ROWS = 64
 ADDED_ROWS = 32  # with more, the last programs of `add_product` take longer than a launch
 PROGRAMS = 512  # at most, if a weight is divided: about four for each processor of an H200
-EXPANSION = 32, 4  # channels and groups of a program
 MOST_WEIGHTS = 3  # of a launch
 COUNTS = 512  # at most, blocks of channels in `add_product`
 
@@ -96,11 +95,8 @@ class Spec(NamedTuple):
 class Expansion(NamedTuple):
     """The constants of the kernel that expands."""
 
-    channels: int
-    inputs: int
-    height: int  # channels of a program
-    together: int  # groups of a program
-    divisor: bool  # whether the kernel finds the scales of channels
+    groups: int  # of a channel
+    finds: bool  # whether the kernel finds the scales of channels
 
 
 def product_of_many_rows(
@@ -123,20 +119,20 @@ def expand(
     codes: UInt8[Array, "N K/2"], scale: Float[Array, "N G"]
 ) -> tuple[Float[Array, "N K"], Float[Array, " N"]]:
     """`four_bits.expand`, by the kernel."""
-    from coat_jax.kernels.triton.int4 import expand_tile
+    from coat_jax.kernels.triton.int4 import expand_channel
 
     # On a mesh, devices may have some inputs of a channel only.
-    whole = jax.sharding.get_abstract_mesh().size <= 1
+    whole = on_one_device()
     of_channel = None if whole else four_bits.channel_scales(scale)
 
-    def grid(codes: Array, *others: Array) -> dict[str, Any]:
+    def grid(codes: Array, scale: Array, *others: Array) -> dict[str, Any]:
         del others
-        spec = Expansion(codes.shape[0], 2 * codes.shape[1], *EXPANSION, whole)
-        programs = -(-spec.channels // spec.height) * -(-spec.inputs // (GROUP * spec.together))
-        return {"programs": programs, "warps": 4, "SPEC": spec}
+        spec = Expansion(scale.shape[1], whole)
+        warps = max(1, padded_width(spec.groups) // 32)  # a thread has 64 bytes
+        return {"programs": codes.shape[0], "warps": warps, "SPEC": spec}
 
     expanded, found = launch_sharded(
-        expand_tile,
+        expand_channel,
         [(codes, "n k/2"), (scale, f"n k/{GROUP}"), (of_channel, "n")],
         [("n k", E4M3), ("n" if whole else "", jnp.float32)],
         grid,
@@ -230,6 +226,6 @@ def _groups_of_a_part(groups: int, blocks: int) -> int:
     """How many groups a program sums, so that there are enough programs."""
     part = -(-groups // max(1, PROGRAMS // blocks))
     # On a mesh inputs may be sharded, into whole parts.
-    while jax.sharding.get_abstract_mesh().size > 1 and groups % part:
+    while not on_one_device() and groups % part:
         part += 1
     return part

@@ -56,6 +56,11 @@ class Placement(NamedTuple):
 UNSHARDED = Placement(None, {})
 
 
+def on_one_device() -> bool:
+    """Whether no array is sharded, because no mesh of several devices is set."""
+    return jax.sharding.get_abstract_mesh().size <= 1
+
+
 def launch_sharded(
     kernel: Any,
     inputs: Sequence[tuple[Array | None, str]],

@@ -119,40 +119,32 @@ def multiply_block(
 
 
 @triton.jit
-def expand_tile(codes, scale, of_channel, out, found, SPEC: tl.constexpr):
-    """Numbers (u - 8) scale / of_channel in E4M3, which has them all.
+def expand_channel(codes, scale, of_channel, out, found, SPEC: tl.constexpr):
+    """A channel's numbers (u - 8) scale / of_channel in E4M3, which has them all.
 
-    Where SPEC.divisor is set, of_channel is the largest scale, which is stored in `found`.
+    Where SPEC.finds is set, of_channel is its largest scale, which is stored in `found`.
     """
     F8: tl.constexpr = out.dtype.element_ty
-    HEIGHT: tl.constexpr = SPEC.height
-    TOGETHER: tl.constexpr = SPEC.together
-    groups: tl.constexpr = SPEC.inputs // (2 * HALF)
-    across: tl.constexpr = (groups + TOGETHER - 1) // TOGETHER
-    first = tl.program_id(0) % across * TOGETHER
-    n = tl.program_id(0) // across * HEIGHT + tl.arange(0, HEIGHT)
-    row, k = n.to(tl.int64)[:, None] * (SPEC.inputs // 2), tl.arange(0, HALF)[None, :]
-    if SPEC.divisor:
-        g = tl.arange(0, triton.next_power_of_2(groups))[None, :]
-        used = (n < SPEC.channels)[:, None] & (g < groups)
-        scales = tl.load(scale + n[:, None] * groups + g, mask=used, other=0.0).to(tl.float32)
-        largest = tl.max(scales, axis=1)  # not of NaN, of which codes are made all the same
+    GROUPS: tl.constexpr = SPEC.groups
+    n = tl.program_id(0).to(tl.int64)
+    group, k = tl.arange(0, triton.next_power_of_2(GROUPS)), tl.arange(0, HALF)[None, :]
+    there = group < GROUPS
+    s = tl.load(scale + n * GROUPS + group, mask=there, other=0.0).to(tl.float32)
+    if SPEC.finds:
+        largest = tl.max(s, axis=0)  # a maximum passes NaN over, but its group has it
         largest = tl.where(largest > 0, largest, 1.0)
-        tl.store(found + n, largest, mask=(n < SPEC.channels) & (first == 0))
+        tl.store(found + n, largest)
     else:
-        largest = tl.load(of_channel + n, mask=n < SPEC.channels, other=1.0)
-    for more in tl.static_range(TOGETHER):
-        group = first + more
-        there = (n < SPEC.channels) & (group < groups)
-        s = tl.load(scale + n * groups + group, mask=there, other=0.0).to(tl.float32)
-        # FP16 has all numbers here, and GPUs convert it from and to E4M3 in pairs.
-        factor = (512.0 * s / largest).to(tl.float16)[:, None]
-        both = tl.load(codes + row + group * HALF + k, mask=there[:, None], other=0)
-        low = (both & 15).to(F8, bitcast=True).to(tl.float16)
-        high = high_codes(both).to(F8, bitcast=True).to(tl.float16)
-        at = out + 2 * row + group * (2 * HALF) + k
-        tl.store(at, ((low - 8 / 512) * factor).to(F8), mask=there[:, None])
-        tl.store(at + HALF, ((high - 8 / 512) * factor).to(F8), mask=there[:, None])
+        largest = tl.load(of_channel + n)
+    # FP16 has all numbers here, and GPUs convert it from and to E4M3 in pairs.
+    factor = (512.0 * s / largest).to(tl.float16)[:, None]
+    row, there = (n * GROUPS + group)[:, None], there[:, None]
+    both = tl.load(codes + row * HALF + k, mask=there, other=0)
+    low = (both & 15).to(F8, bitcast=True).to(tl.float16)
+    high = high_codes(both).to(F8, bitcast=True).to(tl.float16)
+    at = out + row * (2 * HALF) + k
+    tl.store(at, ((low - 8 / 512) * factor).to(F8), mask=there)
+    tl.store(at + HALF, ((high - 8 / 512) * factor).to(F8), mask=there)
 
 
 @triton.jit
