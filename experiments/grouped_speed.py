@@ -79,6 +79,7 @@ SCHEDULES = tuple(
 
 TUNED = (
     ("PRODUCT", "product, gate"),
+    ("PRODUCT", "product, down"),
     ("PRODUCT", "product, gradient of x"),
     ("OUTER", "outer product"),
 )

@@ -10,8 +10,7 @@ operands of `outer_product` are sorted in memory (`gather_transposed`): Hopper n
 along the rows.
 
 As in `gemm`, an operand has one scale, and a sum of FP8 products loses up to 2^-13 for every 32 of
-them. A group may have many rows, so `outer_product` sums PART rows at a time, and adds these sums
-in FP32.
+them.
 """
 
 import functools
@@ -32,8 +31,6 @@ from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.launch import Tile, divide
 from coat_jax.kernels.routing import Groups
 from coat_jax.kernels.sharding import launch_sharded
-
-PART = 4096  # rows
 
 
 class Plan(NamedTuple):
@@ -84,7 +81,6 @@ class Sums(NamedTuple):
     width: int
     depth: int  # rows that one step of the loop reads
     together: int
-    part: int  # rows
 
 
 def product(
@@ -145,7 +141,7 @@ def outer_product(
         (n, of_n), (_, n_row) = (_stride(right.shape, of_right, axis) for axis in "nr")
         height, width, depth, together, warps, stages = _fitting(OUTER)
         strides = of_m, m_row, of_n, n_row
-        spec = Sums(m, n, *strides, height, width, depth // left.dtype.itemsize, together, PART)
+        spec = Sums(m, n, *strides, height, width, depth // left.dtype.itemsize, together)
         programs = experts * -(-m // height) * -(-n // width)
         return {"programs": programs, "warps": warps, "stages": stages, "SPEC": spec}
 

@@ -126,10 +126,8 @@ class GroupedLaws:
         )
         assert off(got, wanted) < self.exact
 
-    @pytest.mark.parametrize("part", [grouped.PART, 128], ids=["whole", "in parts"])
     @pytest.mark.parametrize("route", ROUTES)
-    def test_rows_of_an_expert_are_summed(self, route, part, monkeypatch):
-        monkeypatch.setattr(grouped, "PART", part)
+    def test_rows_of_an_expert_are_summed(self, route):
         groups = self.groups(route)
         x, dy = (self.gradient(i + 1, n, groups) for i, n in enumerate(self.widths))
         x = gemm.operand(x.values.astype(jnp.float32) * x.scale, E4M3)

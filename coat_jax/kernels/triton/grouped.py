@@ -105,27 +105,20 @@ def outer_product_tile(left, right, starts, left_scale, right_scale, out, SPEC: 
     left += m.to(tl.int64)[:, None] * SPEC.input_stride
     right += n.to(tl.int64)[None, :] * SPEC.output_stride
     # Groups are aligned, which the vectors of loads must know.
-    begin = tl.multiple_of(tl.load(starts + expert), 16)
-    end = tl.multiple_of(tl.load(starts + expert + 1), 16)
-    total = tl.zeros([HEIGHT, WIDTH], tl.float32)
-    for part in range((end - begin + SPEC.part - 1) // SPEC.part):
-        first = tl.multiple_of(begin + part * SPEC.part, 16)
-        from_left = left + first.to(tl.int64) * SPEC.input_row
-        from_right = right + first.to(tl.int64) * SPEC.output_row
-        rows = tl.multiple_of(tl.minimum(end - first, SPEC.part), 16)
-        acc = tl.zeros([HEIGHT, WIDTH], tl.float32)
-        for i in range((rows + DEPTH - 1) // DEPTH):
-            row = i * DEPTH + tl.arange(0, DEPTH)
-            there = row < rows
-            mask = of_left & there[None, :]
-            a = tl.load(from_left + row[None, :] * SPEC.input_row, mask=mask, other=0.0)
-            mask = of_right & there[:, None]
-            b = tl.load(from_right + row[:, None] * SPEC.output_row, mask=mask, other=0.0)
-            acc = tl.dot(a, b, acc)
-        total += acc
-    total *= tl.load(left_scale) * tl.load(right_scale)
+    first = tl.multiple_of(tl.load(starts + expert), 16)
+    rows = tl.multiple_of(tl.load(starts + expert + 1) - first, 16)
+    left += first.to(tl.int64) * SPEC.input_row
+    right += first.to(tl.int64) * SPEC.output_row
+    acc = tl.zeros([HEIGHT, WIDTH], tl.float32)
+    for i in range((rows + DEPTH - 1) // DEPTH):
+        row = i * DEPTH + tl.arange(0, DEPTH)
+        there = row < rows
+        a = tl.load(left + row[None, :] * SPEC.input_row, of_left & there[None, :], other=0.0)
+        b = tl.load(right + row[:, None] * SPEC.output_row, of_right & there[:, None], other=0.0)
+        acc = tl.dot(a, b, acc)
+    acc *= tl.load(left_scale) * tl.load(right_scale)
     at = (expert.to(tl.int64) * SPEC.inputs + m)[:, None] * SPEC.outputs + n[None, :]
-    store_rounded(total, out + at, of_left & of_right)
+    store_rounded(acc, out + at, of_left & of_right)
 
 
 @triton.jit
