@@ -1,5 +1,8 @@
 """Mixtures of experts: docs/experts.md."""
 
+import statistics
+
+from experiments.published import loss
 from experiments.published.results import GB, bold, of
 
 WAYS = {
@@ -24,4 +27,19 @@ def speed() -> list[list[str]]:
     for way, name in WAYS.items():
         times = (cases[route, way][what] for route in routes for what in ("forward", "both"))
         rows.append([name, *(bold(f"{ms:.1f}", way == "ours, FP8") for ms in times)])
+    return rows
+
+
+def cost() -> list[list[str]]:
+    """What presets cost a small model of experts, and what they change in its choices."""
+    rows = [["", "training loss, %", "other choices than in BF16", "load of the busiest expert"]]
+    arms = {"BF16": "bf16", "COAT": "coat", "COAT_BF16_FORWARD": "coat_bf16_forward"}
+    for name, arm in arms.items():
+        found = [row["held_out"] for row in loss.runs("experts") if row["arm"] == arm]
+        changed, load = (
+            statistics.mean(share for batches in found for share in batches[measure])
+            for measure in ("changed_choices", "largest_load")
+        )
+        percent = "" if name == "BF16" else loss.cell("experts", arm)
+        rows.append([f"`{name}`", percent, f"{100 * changed:.1f} %", f"{load:.2f}"])
     return rows

@@ -45,6 +45,7 @@ STUDIES = {
     "124m": Study("124 M, Muon", "124M", 600, muon=True),
     "124m_longer": Study("124 M, Muon", "124M", 2250, muon=True),
     "360m": Study("360 M, Muon", "350M", 300, muon=True),
+    "experts": Study("experts, AdamW", "experts", 400),
 }
 TUNED = "tuned"  # fine-tuning, at 40M
 
@@ -166,12 +167,21 @@ def apart(study: str) -> str:
     return f"{100 * effects(study).noise.apart:.2g}"
 
 
+def cell(study: str, arm: str, held_out: str = "") -> str:
+    """What an arm costs, as tables write it; see above."""
+    found = effects(study, held_out).effects
+    if arm not in found:
+        return ""
+    effect = found[arm]
+    return bold(_written(effect, _digits(study)), effect.holm < SIGNIFICANT)
+
+
 def presets() -> list[list[str]]:
     """What each preset, and each part of it, costs and saves."""
     rows = [["", "layer, ms", "saved, U", *map(_title, COLUMNS)]]
     rows.append(["`BF16`: noise floor", *_layer("BF16"), *map(apart, COLUMNS)])
     for name, arms in PRESETS.items():
-        rows.append([name, *_layer(name.strip("`")), *map(_cell, COLUMNS, arms)])
+        rows.append([name, *_layer(name.strip("`")), *map(cell, COLUMNS, arms)])
     return rows
 
 
@@ -180,7 +190,7 @@ def brief() -> list[list[str]]:
     chosen = ["muon", "124m"]
     rows = [["", *map(_title, chosen)]]
     for name in ("`COAT_BF16_FORWARD`", "`COAT_INT8`", "`COAT`"):
-        rows.append([name, *map(_cell, chosen, PRESETS[name][1:3])])
+        rows.append([name, *map(cell, chosen, PRESETS[name][1:3])])
     return [*rows, ["two BF16 runs apart", *map(apart, chosen)]]
 
 
@@ -198,7 +208,7 @@ def tuned() -> list[list[str]]:
     """What rounding operands costs in fine-tuning, and how much of it stays in the weights."""
     rows = [["rounded", "training", "held out, evaluated in BF16"]]
     for name, arm in OPERANDS.items():
-        rows.append([name, _cell(TUNED, arm), _cell(TUNED, arm, "bf16")])
+        rows.append([name, cell(TUNED, arm), cell(TUNED, arm, "bf16")])
     return rows
 
 
@@ -209,7 +219,7 @@ def tuned_presets() -> list[list[str]]:
     arms |= {name: arm for name, (*_, arm) in PRESETS.items() if arm in known}
     rows = [["", "training", "held out", "held out, evaluated in BF16"]]
     for name, arm in arms.items():
-        rows.append([name, *(_cell(TUNED, arm, held_out) for held_out in ("", "own", "bf16"))])
+        rows.append([name, *(cell(TUNED, arm, held_out) for held_out in ("", "own", "bf16"))])
     return rows
 
 
@@ -300,14 +310,6 @@ def layer_units(preset: str) -> float:
 
 def _layer(preset: str) -> list[str]:
     return [f"{layer_ms(preset):.1f}", f"{layer_units(preset):.1f}"]
-
-
-def _cell(study: str, arm: str, held_out: str = "") -> str:
-    found = effects(study, held_out).effects
-    if arm not in found:
-        return ""
-    effect = found[arm]
-    return bold(_written(effect, _digits(study)), effect.holm < SIGNIFICANT)
 
 
 def _written(effect: Effect, digits: int) -> str:
