@@ -9,8 +9,9 @@ With --to, the linear layers in TO have 8 bits, for inference with `coat generat
 transformers; with w4a8 their weights have 4 bits. Weights have one scale per output channel, or in
 INT4 one for every 128 inputs of a channel. Activations stay as they are (--activations none), or
 are rounded with a scale for each token (dynamic), or with one scale for a layer, which --calibrate
-finds on a text (static). One parameter of one layer is in memory at a time; during calibration, the
-whole model.
+finds on a text (static). With --to w4a8 a text for --calibrate costs minutes, and makes up for most
+of the loss: weights are rounded so that their errors cancel out in what layers compute there
+(GPTQ). One parameter of one layer is in memory at a time; during calibration, the whole model.
 
 --balance reads a text and moves part of each outlier in the inputs of linear layers into their
 weights. Outliers are columns that are much larger than the others, which are left few INT8 codes.
@@ -20,7 +21,7 @@ memory. It also moves outliers in keys into queries, which makes coat generate -
 
   coat convert out/llama_124m export --dtype bfloat16
   coat convert Llama-3.1-8B llama8b-int8 --to int8
-  coat convert Llama-3.1-8B llama8b-int4 --to w4a8
+  coat convert Llama-3.1-8B llama8b-int4 --to w4a8 --calibrate sample.txt
   coat convert out/llama_124m small --to mixed --activations static --calibrate sample.txt
   coat convert Llama-3.1-8B llama8b --balance sample.txt
 """
@@ -71,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--percentile", type=float, metavar="P", help=percentile)
     leave = "layers that are not rounded, such as '*.down'; may be repeated"
     add("--leave", action="append", metavar="GLOB", help=leave)
-    calibrate = "a text for the ranges of static activations, and for the choice of mixed"
+    calibrate = "a text for static activations, for the choice of mixed, and for better w4a8"
     add("--calibrate", type=Path, metavar="FILE", help=calibrate)
 
 
@@ -126,13 +127,13 @@ def _recipe(options: argparse.Namespace) -> Recipe | None:
     recipe = Recipe(format=format, leave=tuple(options.leave or ()), **given)
     reads = options.calibrate is not None or options.balance is not None
     quantizing = (*OF_RECIPE, "leave", "calibrate")
-    rounded = "--activations static, and for --to mixed with rounded activations"
+    rounded = "--activations static, for --to mixed with rounded activations, and for --to w4a8"
     fits = "--fit percentile and --activation-fit percentile"
     effects = [
         ("tokens", reads, "--calibrate and --balance"),
         *((name, options.to is not None, f"--to {', '.join(FORMATS)}") for name in quantizing),
         ("fit", recipe.format != "int4", "weights in 8 bits"),
-        ("calibrate", recipe.needs_calibration, rounded),
+        ("calibrate", recipe.needs_calibration or recipe.format == "int4", rounded),
         ("activation_fit", recipe.activations == "static", "--activations static"),
         ("percentile", "percentile" in (recipe.fit, recipe.activation_fit), fits),
     ]

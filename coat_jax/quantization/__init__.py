@@ -1,7 +1,7 @@
 """Post-training quantization: models whose linear layers are in 8 or 4 bits.
 
     Recipe            which format, how ranges are found, how activations are rounded
-    calibrate         the ranges of activations, from some text
+    calibrate         statistics of activations on some text: ranges, and for INT4 products
     balance           a model that computes the same, with smaller outliers in its activations
     quantize          a model in memory, by a recipe
     load, save        folders in compressed-tensors' layout, which vLLM and transformers read

@@ -9,7 +9,7 @@ squared error are computed from it, as if the elements of a bin, whose ends diff
 were spread evenly. The largest element is exact.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from coat_jax.errors import UserError
-from coat_jax.models import Llama
+from coat_jax.models import Config, Llama
 from coat_jax.models.batches import require_known
 from coat_jax.models.lazy_arrays import dotted_name
 from coat_jax.models.llama import require_tokens
@@ -32,7 +32,7 @@ from coat_jax.numerics import eight_bits
 from coat_jax.numerics.eight_bits import EightBits
 from coat_jax.numerics.quantizer import COARSE, FINE, Fit
 from coat_jax.ops.quantized import row_scales
-from coat_jax.quantization.projections import paths_of, replace_projections, unstack
+from coat_jax.quantization.projections import groups_of, paths_of, replace_projections, unstack
 from coat_jax.quantization.recipe import CANDIDATES, Recipe
 
 SHIFT = 18  # the bits of FP32 that a bin leaves out: it has 5 bits of the mantissa
@@ -50,12 +50,14 @@ class Inputs(NamedTuple):
         columns: the largest magnitude in each column.
         squares: the sum over all elements.
         row_errors: the sum of squared errors of dynamic rounding, in each of CANDIDATES.
+        products: X^T X of all inputs X, where weights in INT4 compensate for errors.
     """
 
     counts: Int[np.ndarray, " bins"]
     columns: Float[np.ndarray, " K"]
     squares: float
     row_errors: Float[np.ndarray, "2"]
+    products: Float[np.ndarray, "K K"] | None = None
 
     @property
     def largest(self) -> float:
@@ -69,6 +71,7 @@ class Inputs(NamedTuple):
             np.maximum(self.columns, other.columns),
             self.squares + other.squares,
             self.row_errors + other.row_errors,
+            None if self.products is None else self.products + other.products,
         )
 
 
@@ -100,7 +103,10 @@ def calibrate(
         recipe: for `quantize`.
     """
     recipe.require_matches(paths_of(model.config))
-    found = observe(model, token_batches, recipe.is_left).inputs
+    shared = shared_inputs(model.config, recipe) if recipe.format == "int4" else {}
+    found = observe(model, token_batches, recipe.is_left, set(shared.values())).inputs
+    for path, first in shared.items():
+        found[path] = found[path]._replace(products=found[first].products)
     for path, inputs in found.items():
         if inputs.largest < eight_bits.SMALLEST_SCALE:
             raise UserError(
@@ -110,19 +116,29 @@ def calibrate(
     return found
 
 
+def shared_inputs(config: Config, recipe: Recipe) -> dict[str, str]:
+    """Of each projection that a recipe quantizes, the first one that has the same input."""
+    groups = ([path for path in group if not recipe.is_left(path)] for group in groups_of(config))
+    return {path: group[0] for group in groups for path in group}
+
+
 def observe(
     model: Llama,
     token_batches: Iterable[Int[ArrayLike, "B S"]],
     is_left: Callable[[str], bool] = lambda path: False,
+    sums_products: Collection[str] = (),
 ) -> Observed:
     """Statistics of all projections' inputs but those that are `is_left`, and of keys.
 
-    No range is checked.
+    No range is checked. Products are summed only of the inputs of the projections that are named.
     """
-    observed = replace_projections(
-        unstack(model),
-        lambda path, kernel, bias: (Dense if is_left(path) else _Observed)(kernel, bias),
-    )
+
+    def make(path: str, kernel: nnx.Param, bias: nnx.Param | None) -> Dense:
+        if is_left(path):
+            return Dense(kernel, bias)
+        return _Observed(kernel, bias, path in sums_products)
+
+    observed = replace_projections(unstack(model), make)
     for block in observed.layers:
         set_class(block.attention, _ObservedAttention)
     blocks = [nnx.split(block) for block in observed.layers]
@@ -228,11 +244,15 @@ def _error(
 
 
 class _Observed(Dense):
-    """A projection that counts its inputs."""
+    """A projection that counts its inputs, and may sum their products."""
+
+    def __init__(self, kernel: nnx.Param, bias: nnx.Param | None, sums_products: bool):
+        super().__init__(kernel, bias)
+        self.sums_products = sums_products
 
     def __call__(self, x: Float[Array, "*rows K"]) -> Float[Array, "*rows N"]:
         """Applies the layer to the last axis."""
-        self.seen = nnx.Intermediate(statistics(x))
+        self.seen = nnx.Intermediate(statistics(x, self.sums_products))
         return super().__call__(x)
 
 
@@ -246,8 +266,11 @@ class _ObservedAttention(ModularAttention):
         return x, q, k, v
 
 
-def statistics(x: Float[Array, "*rows K"]) -> Any:
+def statistics(x: Float[Array, "*rows K"], sums_products: bool = False) -> Any:
     """The fields of Inputs on a device, sums of squares in units of the largest magnitude's."""
+    rows, products = x.reshape(-1, x.shape[-1]), None
+    if sums_products:
+        products = jnp.matmul(rows.T, rows, preferred_element_type=jnp.float32)
     wide = x.astype(jnp.float32)
     magnitudes = jnp.abs(wide)
     bins = lax.bitcast_convert_type(magnitudes, jnp.int32) >> SHIFT
@@ -259,14 +282,15 @@ def statistics(x: Float[Array, "*rows K"]) -> Any:
     for name in CANDIDATES:
         error = eight_bits.rounded(x, row_scales(x, name), name) - wide
         errors.append(jnp.sum(jnp.square(error / unit)))
-    return counts, columns, jnp.sum(jnp.square(wide / unit)), jnp.stack(errors)
+    return counts, columns, jnp.sum(jnp.square(wide / unit)), jnp.stack(errors), products
 
 
 def to_host(found: Any) -> Inputs:
     """Converts the result of `statistics` to FP64."""
-    counts, columns, squares, errors = (np.asarray(one) for one in found)
+    counts, columns, squares, errors, products = jax.device_get(found)
     unit = np.square(columns.max().astype(np.float64))
-    return Inputs(counts.astype(np.int64), columns, float(unit * squares), unit * errors)
+    counts = counts.astype(np.int64)
+    return Inputs(counts, columns, float(unit * squares), unit * errors, products)
 
 
 @partial(jax.jit, static_argnums=0)

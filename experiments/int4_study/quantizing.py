@@ -6,10 +6,10 @@ from typing import Any
 
 from coat_jax.models import Llama
 from coat_jax.nn.modular import Dense
-from coat_jax.quantization import Recipe, balance, quantize
+from coat_jax.quantization import Recipe, balance, calibrate, quantize
 from coat_jax.quantization.projections import replace_projections, unstack
 from experiments.after_training.network import Network
-from experiments.int4_study import compensation, fireq
+from experiments.int4_study import fireq
 from experiments.int4_study.caches import round_caches
 from experiments.int4_study.ways import CALIBRATION, WAYS, Way
 from experiments.loss_study import text as texts
@@ -55,5 +55,6 @@ def _quantize(model: Llama, network: Network, way: Way) -> Llama:
     if way.weights == "fireq":
         return fireq.quantize(model)
     if way.weights == "compensated":
-        return compensation.quantize(model, network.calibration_batches())
+        recipe = Recipe(format="int4")
+        return quantize(model, recipe, calibrate(model, network.calibration_batches(), recipe))
     return quantize(model, Recipe(format=way.weights, activations=way.activations))

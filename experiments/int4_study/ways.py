@@ -4,7 +4,7 @@
     A8, A16     inputs of layers in E4M3 with a scale for each token, or in BF16
     KV8, KV4    keys and values as generation's cache stores them, in INT8 or INT4
     balanced    by `coat.quantization.balance`, before
-    compensated by `compensation`, which rounds the columns of a weight one after another
+    compensated with what `coat.quantization.calibrate` sees: errors of a weight's inputs cancel out
     FireQ       by `fireq`
 
 BF16 rounds nothing: it is what the others are compared with.
@@ -14,8 +14,8 @@ import dataclasses
 from typing import Any, Literal
 
 from coat_jax.ops.quantized import Activations, WeightFormat
+from coat_jax.quantization.compensation import DAMPING
 from experiments.int4_study.caches import Cache
-from experiments.int4_study.compensation import DAMPING
 from experiments.study.description import described as as_json
 
 Weights = WeightFormat | Literal["compensated", "fireq"]

@@ -142,12 +142,15 @@ def test_coat_generate_runs_it(in_int8, capsys):
     assert "is already quantized, which decides its precision" in capsys.readouterr().err
 
 
-def test_int4_weights_and_an_int8_cache_together(tmp_path, capsys):
+def test_int4_weights_and_an_int8_cache_together(text, tmp_path, capsys):
     model = filled(dataclasses.replace(CONFIG, width=128, heads=8))
     hf.save(tmp_path / "theirs", model)
-    assert convert(tmp_path / "theirs", tmp_path / "w4a8", "--to", "w4a8") == 0
+    calibrated = ["--calibrate", text, "--tokens", "512"]
+    assert convert(tmp_path / "theirs", tmp_path / "w4a8", "--to", "w4a8", *calibrated) == 0
     assert "linear layers: 7 in INT4" in capsys.readouterr().out
-    assert_same(tmp_path / "w4a8", q.quantize(model, q.Recipe(format="int4")))
+    recipe = q.Recipe(format="int4")
+    ranges = q.calibrate(model, [rows_of([*TEXT.encode()[:512]])], recipe)
+    assert_same(tmp_path / "w4a8", q.quantize(model, recipe, ranges))
     greedy = ["--prompt", "def ", "--temperature", "0", "--max-tokens", "4", "--cache", "int8"]
     assert main(["generate", str(tmp_path / "w4a8"), *greedy]) == 0
     assert capsys.readouterr().out.startswith("def ")

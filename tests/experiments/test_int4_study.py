@@ -13,12 +13,11 @@ from flax import nnx
 from coat_jax import models, ops
 from coat_jax.models import Llama
 from coat_jax.nn.modular import Dense
-from coat_jax.numerics import four_bits
 from coat_jax.numerics.cache_formats import decode_heads, encode_heads
 from coat_jax.ops.rotary import join_heads
 from coat_jax.quantization.calibration import observe
 from coat_jax.quantization.projections import replace_projections, unstack
-from experiments.int4_study import caches, compensation, fireq, increases, quantizing
+from experiments.int4_study import caches, fireq, increases, quantizing
 from experiments.int4_study.caches import RoundedAttention, round_caches
 from experiments.int4_study.study import STUDY
 from experiments.int4_study.ways import REFERENCE, RIVALS, WAYS, Way
@@ -89,40 +88,6 @@ def test_folded_keys_have_equally_large_pairs_and_the_model_stays_the_same(model
     assert before.max() > 1.2 * before.min()
     logits = nnx.jit(lambda model: model(TOKENS[0]))
     np.testing.assert_allclose(logits(folded), logits(model), rtol=1e-4, atol=1e-4)
-
-
-# --- Compensation ----------------------------------------------------------------------------
-
-
-def values_of(found: ops.Quantized) -> np.ndarray:
-    return np.asarray(four_bits.values(found.codes, found.scale)).T
-
-
-def test_compensated_weights_have_less_error_in_products():
-    """Most of these inputs lie in 16 of 128 directions, so errors can go into the others."""
-    x = normal(512, 16) @ normal(16, 128, seed=1) + 0.3 * normal(512, 128, seed=2)
-    weight = normal(128, 8, seed=3)
-    plain = ops.quantize_weight(weight, "int4")
-    found = compensation.quantize_weight(weight, compensation.inverse_factor(x.T @ x))
-    np.testing.assert_array_equal(found.scale, plain.scale)
-    error, without = (np.linalg.norm(x @ (values_of(w) - weight)) for w in (found, plain))
-    assert error < 0.6 * without
-
-
-def test_nothing_is_compensated_where_columns_are_independent():
-    weight = normal(128, 8)
-    found = compensation.quantize_weight(weight, compensation.inverse_factor(np.eye(128)))
-    plain = ops.quantize_weight(weight, "int4")
-    np.testing.assert_array_equal(found.codes, plain.codes)
-
-
-def test_products_are_summed_over_all_tokens(model):
-    found = compensation.sum_products(model, [jnp.asarray(tokens) for tokens in TOKENS])
-    squares = {path: inputs.squares for path, inputs in observe(model, TOKENS).inputs.items()}
-    first = "attention.query", "attention.out", "mlp.gate", "mlp.down"
-    assert found.keys() == {f"layers.0.{part}" for part in first}
-    for path, products in found.items():
-        assert np.trace(products) == pytest.approx(squares[path], rel=1e-5)
 
 
 # --- Caches ----------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def convert(
         source: the folder of a run, or one of Hugging Face.
         out: the folder to make.
         recipe: if given, the model is quantized, for `coat generate`, vLLM and transformers.
-        tokens: a text to calibrate on, where the recipe needs one.
+        tokens: a text to calibrate on, where the recipe needs one, or for INT4.
         balance_on: the tokens of a text to balance the model on; see `quantization.balance`.
         step: of a run's checkpoint; by default the newest intact one.
         dtype: of what is not quantized; by default that of the run's parameters or of config.json,
@@ -112,7 +112,7 @@ def convert(
         if recipe is None:
             format.write(folder, config, parameters, **in_files)
         else:
-            if recipe.needs_calibration:
+            if recipe.needs_calibration or tokens:
                 batches = _batches(tokens, config.context)
                 ranges = quantization.calibrate(load(), batches, recipe)
             schemes = quantization.save_quantized(
