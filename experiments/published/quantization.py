@@ -1,8 +1,11 @@
-"""Size and speed of models in 8 bits: quantized_generation.json."""
+"""Size, speed and loss of quantized models: quantized_generation.json and int4_study.json."""
 
 from typing import Any
 
-from experiments.published.results import GB, case
+from experiments.int4_study import increases
+from experiments.int4_study.study import STUDY
+from experiments.published.results import FOLDER, GB, case
+from experiments.row_files import Row
 
 QUANTIZED = {
     "bf16": "BF16",
@@ -33,10 +36,30 @@ def cache_of_a_text() -> str:
     return f"{_case('llama2_7b', 'bf16')['batches'][0]['cache'] / GB:.2f}"
 
 
-def small(extreme: str) -> str:
-    """How many times as fast as in BF16 llama_124m reads one prompt, "min" or "max"."""
-    times = sorted(_times_as_fast("llama_124m", name)[0] for name in QUANTIZED if name != "bf16")
-    return f"{times[0 if extreme == 'min' else -1]:.2f}"
+def increase(way: str, arm: str = "bf16") -> str:
+    """By how many nats a token quantization increases the loss of networks of 40M."""
+    return f"{increases.mean_increase(_runs(arm), _spaced(way)).mean:.3f}"
+
+
+def of_fireq(way: str, part: str) -> str:
+    """The share of FireQ's increase that a way has: its "mean", or an end of its interval."""
+    share = increases.ratio(_runs("bf16"), _spaced(way), "FireQ W4A8")
+    return f"{getattr(share, part):.2f}"
+
+
+def excess(way: str, part: str) -> str:
+    """How much more the loss of networks trained in COAT rises: "mean", or "half" its interval."""
+    found = increases.excesses(_runs("bf16", "coat"))["coat", _spaced(way)]
+    return f"{getattr(found, part):.4f}"
+
+
+def _runs(*arms: str) -> list[Row]:
+    rows = STUDY.read([FOLDER / "int4_study.json"])
+    return [row for row in rows if row["size"] == "40M" and row["arm"] in arms]
+
+
+def _spaced(way: str) -> str:
+    return way.replace("_", " ")
 
 
 def _times_as_fast(model: str, name: str) -> list[float]:
