@@ -3,7 +3,7 @@
 Claim: a layer of 64 or 128 experts takes less than 1 / 1.4 of the time of the fastest in BF16.
 
     python -m experiments.grouped_speed                   on a GPU
-    python -m experiments.grouped_speed --only olmoe
+    python -m experiments.grouped_speed --only olmoe qwen3
     python -m experiments.grouped_speed --schedules       tries schedules of the kernels
     python -m experiments.grouped_speed --small           tiny sizes, to try this script
 
@@ -91,7 +91,7 @@ def main() -> None:
     """Measures each layer, and writes the results after each."""
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--only", choices=LAYERS, help="one of the layers")
+    add("--only", nargs="+", choices=LAYERS, default=list(LAYERS), help="some of the layers")
     add("--schedules", action="store_true", help="try schedules of the kernels")
     add("--small", action="store_true", help="tiny sizes, to try this script")
     add("--no-torch", action="store_true", help="leave torch out")
@@ -101,10 +101,9 @@ def main() -> None:
         for case in in_torch(**options.worker):
             print(json.dumps(case), flush=True)
         return
-    names = [options.only] if options.only else list(LAYERS)
     told = [
         {"name": name, "route": route, "small": options.small}
-        for name, route in itertools.product(names, ROUTES)
+        for name, route in itertools.product(options.only, ROUTES)
     ]
     measure = tuned if options.schedules else layers_and_kernels
     # JAX takes most of the GPU's memory and keeps it.

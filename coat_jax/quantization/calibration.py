@@ -32,7 +32,13 @@ from coat_jax.numerics import eight_bits
 from coat_jax.numerics.eight_bits import EightBits
 from coat_jax.numerics.quantizer import COARSE, FINE, Fit
 from coat_jax.ops.quantized import row_scales
-from coat_jax.quantization.projections import groups_of, paths_of, replace_projections, unstack
+from coat_jax.quantization.projections import (
+    groups_of,
+    paths_of,
+    replace_projections,
+    require_whole_groups,
+    unstack,
+)
 from coat_jax.quantization.recipe import CANDIDATES, Recipe
 
 SHIFT = 18  # the bits of FP32 that a bin leaves out: it has 5 bits of the mantissa
@@ -104,6 +110,7 @@ def calibrate(
     """
     recipe.require_matches(paths_of(model.config))
     shared = shared_inputs(model.config, recipe) if recipe.format == "int4" else {}
+    require_whole_groups(model.config, shared)
     found = observe(model, token_batches, recipe.is_left, set(shared.values())).inputs
     for path, first in shared.items():
         found[path] = found[path]._replace(products=found[first].products)
@@ -162,7 +169,10 @@ def observe(
         raise UserError("The calibration text is empty: it has no tokens.")
     found = {path: found[path] for path in paths_of(model.config) if path in found}
     for path, inputs in found.items():
-        if inputs.counts[FIRST_NOT_FINITE:].any() or not np.isfinite(inputs.squares):
+        squares = inputs.squares
+        if inputs.products is not None:  # in FP32, and others are no larger than these
+            squares += np.trace(inputs.products, dtype=np.float64)
+        if inputs.counts[FIRST_NOT_FINITE:].any() or not np.isfinite(squares):
             raise UserError(
                 f"The inputs of {path} are not finite on the calibration text: the model's "
                 "parameters are damaged, or its numbers exceed its dtype."

@@ -54,9 +54,11 @@ def quantize_weight(weight: Float[Array, "K N"], products: Float[Array, "K K"]) 
 
 
 def inverse_factor(products: Float[Array, "K K"]) -> Float[Array, "K K"]:
-    """U, of X^T X."""
-    one = jnp.eye(len(products))
-    h = products + DAMPING * jnp.mean(jnp.diag(products)) * one
+    """U, of X^T X in units of its largest number."""
+    one, largest = jnp.eye(len(products), dtype=products.dtype), jnp.max(jnp.diag(products))
+    h = products / jnp.where(largest > 0, largest, 1.0)
+    damping = DAMPING * jnp.mean(jnp.diag(h))
+    h += jnp.where(largest > 0, damping, 1.0) * one  # without inputs, nothing is compensated
     # Reversed, Cholesky's factor is an upper one: H = V V^T, and U = V^-1.
     v = jnp.linalg.cholesky(h[::-1, ::-1])[::-1, ::-1]
     return jax.scipy.linalg.solve_triangular(v, one)

@@ -7,7 +7,7 @@ layers.3.mlp.down
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from flax import nnx
@@ -18,6 +18,7 @@ from coat_jax.models import Config, Llama
 from coat_jax.models.lazy_arrays import Name
 from coat_jax.models.protocol import require_capability
 from coat_jax.nn.modular import ModularAttention, make_modular
+from coat_jax.numerics.four_bits import GROUP
 from coat_jax.precision import BF16
 
 # Projections of one input have one format, because vLLM fuses each line into one product.
@@ -98,6 +99,20 @@ def replace_projections(plain: Llama, make: Make) -> Llama:
 
             make_modular(getattr(block, name), of_layer)
     return plain
+
+
+def require_whole_groups(config: Config, paths: Iterable[str]) -> None:
+    """Raises unless the inputs of these projections, which are to be in INT4, fill groups."""
+    inputs = {"out": config.heads * config.head_dim, "down": config.ffn}
+    names = {path.rpartition(".")[2] for path in paths}
+    uneven = {n: k for n in sorted(names) if (k := inputs.get(n, config.width)) % GROUP}
+    if uneven:
+        listed = ", ".join(f"'*.{name}' ({inputs})" for name, inputs in uneven.items())
+        raise UserError(
+            f"INT4 has a scale for every {GROUP} inputs of a projection, and these have other "
+            f"numbers of them: {listed}. Leave them as they are (--leave, or `leave` of a "
+            "Recipe), or use FP8."
+        )
 
 
 def require_quantizable(model: Llama) -> None:

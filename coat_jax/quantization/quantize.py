@@ -31,6 +31,7 @@ from coat_jax.quantization.projections import (
     name_of,
     paths_of,
     replace_projections,
+    require_whole_groups,
     unstack,
 )
 from coat_jax.quantization.recipe import CANDIDATES, Recipe, Scheme
@@ -145,12 +146,15 @@ def choose_schemes(
         parameter_at: reads a parameter, for a recipe that compares formats.
     """
     recipe.require_matches(paths_of(config))
-    if recipe.needs_calibration:
+    compensates = recipe.format == "int4" and ranges is not None
+    if recipe.needs_calibration or compensates:
         for path in paths_of(config):
-            if not recipe.is_left(path) and path not in (ranges or {}):
+            found = (ranges or {}).get(path)
+            lacks = found is None or (compensates and found.products is None)
+            if lacks and not recipe.is_left(path):
                 raise UserError(
                     f"format={recipe.format!r} with activations={recipe.activations!r} needs the "
-                    f"ranges of inputs, and there is none of {path}: pass what calibrate() "
+                    f"statistics of inputs, and there are none of {path}: pass what calibrate() "
                     "returns for this recipe."
                 )
     schemes: dict[str, Scheme] = {}
@@ -159,16 +163,8 @@ def choose_schemes(
         if paths:
             format = _format(paths, recipe, ranges, parameter_at)
             schemes |= {path: Scheme(format, recipe.activations) for path in paths}
-    inputs = {"out": config.heads * config.head_dim, "down": config.ffn}
-    names = {path.rpartition(".")[2] for path, scheme in schemes.items() if scheme.format == "int4"}
-    uneven = {n: k for n in sorted(names) if (k := inputs.get(n, config.width)) % four_bits.GROUP}
-    if uneven:
-        listed = ", ".join(f"'*.{name}' ({inputs})" for name, inputs in uneven.items())
-        raise UserError(
-            f"INT4 has a scale for every {four_bits.GROUP} inputs of a projection, and these have "
-            f"other numbers of them: {listed}. Leave them as they are (--leave, or `leave` of a "
-            "Recipe), or use FP8."
-        )
+    if recipe.format == "int4":
+        require_whole_groups(config, schemes)
     return schemes
 
 
@@ -187,7 +183,8 @@ def round_weight(
             f"The ranges of {path} are of an input with {of_input.columns.size} columns, and "
             f"its weight has {weight.shape[0]} inputs: they belong to another model."
         )
-    if scheme.format == "int4" and of_input is not None and of_input.products is not None:
+    if scheme.format == "int4" and of_input is not None:
+        assert of_input.products is not None
         rounded = compensation.quantize_weight(weight, of_input.products)
     else:
         rounded = _round(weight, scheme.format, fit=fit, percentile=percentile)

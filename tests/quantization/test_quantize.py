@@ -164,7 +164,7 @@ def test_ranges_are_given_where_they_are_needed():
     wider = model_of(ffn=2 * SMALL.ffn)
     for arguments, named in (
         ((model, recipe), "pass what calibrate"),
-        ((model, recipe, fewer), r"there is none of layers\.1\.mlp\.down"),
+        ((model, recipe, fewer), r"there are none of layers\.1\.mlp\.down"),
         ((wider, recipe, ranges), r"ranges of layers\.0\.mlp\.down are of an input with"),
     ):
         with pytest.raises(UserError, match=named):

@@ -137,7 +137,7 @@ def expand_channel(codes, scale, of_channel, out, found, SPEC: tl.constexpr):
     else:
         largest = tl.load(of_channel + n)
     # FP16 has all numbers here, and GPUs convert it from and to E4M3 in pairs.
-    factor = (512.0 * s / largest).to(tl.float16)[:, None]
+    factor = (512.0 * (s / largest)).to(tl.float16)[:, None]
     row, there = (n * GROUPS + group)[:, None], there[:, None]
     both = tl.load(codes + row * HALF + k, mask=there, other=0)
     low = (both & 15).to(F8, bitcast=True).to(tl.float16)

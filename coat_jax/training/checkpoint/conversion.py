@@ -112,7 +112,7 @@ def convert(
         if recipe is None:
             format.write(folder, config, parameters, **in_files)
         else:
-            if recipe.needs_calibration or tokens:
+            if recipe.needs_calibration or (tokens and recipe.format == "int4"):
                 batches = _batches(tokens, config.context)
                 ranges = quantization.calibrate(load(), batches, recipe)
             schemes = quantization.save_quantized(
