@@ -121,9 +121,9 @@ def expand(
     """`four_bits.expand`, by the kernel."""
     from coat_jax.kernels.triton.int4 import expand_channel
 
-    # On a mesh, devices may have some inputs of a channel only.
+    # A program finds the scale of a channel if it has all its inputs. A mesh may divide them.
     whole = on_one_device()
-    of_channel = None if whole else four_bits.channel_scales(scale)
+    k, of_channel = ("!k", None) if whole else ("k", four_bits.channel_scales(scale))
 
     def grid(codes: Array, scale: Array, *others: Array) -> dict[str, Any]:
         del others
@@ -133,8 +133,8 @@ def expand(
 
     expanded, found = launch_sharded(
         expand_channel,
-        [(codes, "n k/2"), (scale, f"n k/{GROUP}"), (of_channel, "n")],
-        [("n k", E4M3), ("n" if whole else "", jnp.float32)],
+        [(codes, f"n {k}/2"), (scale, f"n {k}/{GROUP}"), (of_channel, "n")],
+        [(f"n {k}", E4M3), ("n" if whole else "", jnp.float32)],
         grid,
     )
     return expanded, found if of_channel is None else of_channel
