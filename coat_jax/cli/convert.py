@@ -9,7 +9,7 @@ With --to, the linear layers in TO have 8 bits, for inference with `coat generat
 transformers; with w4a8 their weights have 4 bits. Weights have one scale per output channel, or in
 INT4 one for every 128 inputs of a channel. Activations stay as they are (--activations none), or
 are rounded with a scale for each token (dynamic), or with one scale for a layer, which --calibrate
-finds on a text (static). With --to w4a8 a text for --calibrate costs minutes, and makes up for most
+finds on a text (static). With --to w4a8 a text for --calibrate takes longer, and makes up for most
 of the loss: weights are rounded so that their errors cancel out in what layers compute there
 (GPTQ). One parameter of one layer is in memory at a time; during calibration, the whole model, and
 with w4a8 to the end what is known of the inputs: 22 GB for Llama-2-7B.
