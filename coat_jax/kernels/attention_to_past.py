@@ -85,8 +85,9 @@ def attend_in_parts(
 
     past, layer, first, filled = visible
     slots = past.keys.codes.shape[3]
-    parts = min(-(-PROGRAMS // (q.shape[0] * q.shape[1])), -(-slots // LEAST))
-    block, warps, stages = loop_of(q.shape[0] * q.shape[1], q.shape[2])
+    samples = q.shape[0] * q.shape[1]
+    parts = min(-(-PROGRAMS // samples), -(-slots // LEAST))
+    block, warps, stages = loop_of(samples, q.shape[2])
 
     def grid(q: Array, *others: Array) -> dict[str, Any]:
         del others

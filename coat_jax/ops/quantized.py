@@ -135,7 +135,7 @@ def quantized_linear(
     x = _require_fit(x, weight, bias, activations)
     wide = _wide(x.dtype)
     if weight.format == "int4" and activations != "none":
-        (y,) = _int4_products(x, [weight], wide, choose(implementation))
+        (y,) = _int4_products(x, [weight], choose(implementation))
     elif weight.format == "int4":
         values = four_bits.values(weight.codes, weight.scale, weight.zero)
         # FP16 may not hold them, BF16 may.
@@ -168,7 +168,7 @@ def quantized_linears(
         return [quantized_linear(x, weight, bias, **how) for weight, bias in pairs]
     for weight, bias in zip(weights, biases, strict=True):
         x = _require_fit(x, weight, bias, activations)
-    outputs = _int4_products(x, weights, _wide(x.dtype), choose(implementation))
+    outputs = _int4_products(x, weights, choose(implementation))
     return [_with_bias(y, bias, x.dtype) for y, bias in zip(outputs, biases, strict=True)]
 
 
@@ -209,7 +209,7 @@ def _with_bias(
 
 
 def _int4_products(
-    x: Float[Array, "*rows K"], weights: Sequence[Quantized], dtype: DTypeLike, how: Implementation
+    x: Float[Array, "*rows K"], weights: Sequence[Quantized], how: Implementation
 ) -> list[Float[Array, "*rows N"]]:
     """Products with x in FP8, rounded with the static scale of the first weight if it has one."""
     packed = [weight.in_int4() for weight in weights]
@@ -219,7 +219,8 @@ def _int4_products(
     else:
         codes, scale = _round_rows(x, given, "fp8")
         if how == "xla" or not 0 < rows <= int4.FEW_ROWS:
-            return [int4.product_of_many_rows(codes, of, how, dtype) * scale for of in packed]
+            wide = _wide(x.dtype)
+            return [int4.product_of_many_rows(codes, of, how, wide) * scale for of in packed]
         rounded = int4.Rows.of(codes.reshape(rows, -1), scale.reshape(rows))
     products = int4.products_of_few_rows(rounded, packed)
     return [product.total().reshape(*x.shape[:-1], -1) for product in products]

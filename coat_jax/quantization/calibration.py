@@ -9,6 +9,7 @@ squared error are computed from it, as if the elements of a bin, whose ends diff
 were spread evenly. The largest element is exact.
 """
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from coat_jax.errors import UserError
-from coat_jax.models import Config, Llama
+from coat_jax.models import Llama
 from coat_jax.models.batches import require_known
 from coat_jax.models.lazy_arrays import dotted_name
 from coat_jax.models.llama import require_tokens
@@ -33,10 +34,10 @@ from coat_jax.numerics.eight_bits import EightBits
 from coat_jax.numerics.quantizer import COARSE, FINE, Fit
 from coat_jax.ops.quantized import row_scales
 from coat_jax.quantization.projections import (
-    groups_of,
+    groups_without,
     paths_of,
     replace_projections,
-    require_whole_groups,
+    require_int4_inputs,
     unstack,
 )
 from coat_jax.quantization.recipe import CANDIDATES, Recipe
@@ -109,11 +110,11 @@ def calibrate(
         recipe: for `quantize`.
     """
     recipe.require_matches(paths_of(model.config))
-    shared = shared_inputs(model.config, recipe) if recipe.format == "int4" else {}
-    require_whole_groups(model.config, shared)
-    found = observe(model, token_batches, recipe.is_left, set(shared.values())).inputs
-    for path, first in shared.items():
-        found[path] = found[path]._replace(products=found[first].products)
+    groups = groups_without(model.config, recipe.is_left) if recipe.format == "int4" else []
+    require_int4_inputs(model.config, itertools.chain(*groups))
+    found = observe(model, token_batches, recipe.is_left, [group[0] for group in groups]).inputs
+    for first, *others in groups:
+        found |= {path: found[path]._replace(products=found[first].products) for path in others}
     for path, inputs in found.items():
         if inputs.largest < eight_bits.SMALLEST_SCALE:
             raise UserError(
@@ -121,12 +122,6 @@ def calibrate(
                 "Calibrate on more text, or leave this projection as it is."
             )
     return found
-
-
-def shared_inputs(config: Config, recipe: Recipe) -> dict[str, str]:
-    """Of each projection that a recipe quantizes, the first one that has the same input."""
-    groups = ([path for path in group if not recipe.is_left(path)] for group in groups_of(config))
-    return {path: group[0] for group in groups for path in group}
 
 
 def observe(

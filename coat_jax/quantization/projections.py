@@ -101,7 +101,13 @@ def replace_projections(plain: Llama, make: Make) -> Llama:
     return plain
 
 
-def require_whole_groups(config: Config, paths: Iterable[str]) -> None:
+def groups_without(config: Config, is_left: Callable[[str], bool]) -> list[list[str]]:
+    """`groups_of`, without the projections that stay as they are."""
+    groups = ([path for path in group if not is_left(path)] for group in groups_of(config))
+    return [group for group in groups if group]
+
+
+def require_int4_inputs(config: Config, paths: Iterable[str]) -> None:
     """Raises unless the inputs of these projections, which are to be in INT4, fill groups."""
     inputs = {"out": config.heads * config.head_dim, "down": config.ffn}
     names = {path.rpartition(".")[2] for path in paths}

@@ -27,11 +27,11 @@ from coat_jax.printable import amount
 from coat_jax.quantization import compensation
 from coat_jax.quantization.calibration import Ranges, input_noise, input_scale
 from coat_jax.quantization.projections import (
-    groups_of,
+    groups_without,
     name_of,
     paths_of,
     replace_projections,
-    require_whole_groups,
+    require_int4_inputs,
     unstack,
 )
 from coat_jax.quantization.recipe import CANDIDATES, Recipe, Scheme
@@ -158,13 +158,11 @@ def choose_schemes(
                     "returns for this recipe."
                 )
     schemes: dict[str, Scheme] = {}
-    for group in groups_of(config):
-        paths = [path for path in group if not recipe.is_left(path)]
-        if paths:
-            format = _format(paths, recipe, ranges, parameter_at)
-            schemes |= {path: Scheme(format, recipe.activations) for path in paths}
+    for group in groups_without(config, recipe.is_left):
+        format = _format(group, recipe, ranges, parameter_at)
+        schemes |= {path: Scheme(format, recipe.activations) for path in group}
     if recipe.format == "int4":
-        require_whole_groups(config, schemes)
+        require_int4_inputs(config, schemes)
     return schemes
 
 

@@ -36,9 +36,9 @@ def cache_of_a_text() -> str:
     return f"{_case('llama2_7b', 'bf16')['batches'][0]['cache'] / GB:.2f}"
 
 
-def increase(way: str, arm: str = "bf16") -> str:
+def increase(way: str) -> str:
     """By how many nats a token quantization increases the loss of networks of 40M."""
-    return f"{increases.mean_increase(_runs(arm), _spaced(way)).mean:.3f}"
+    return f"{increases.mean_increase(_runs('bf16'), _spaced(way)).mean:.3f}"
 
 
 def of_fireq(way: str, part: str) -> str:
