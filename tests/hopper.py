@@ -88,13 +88,17 @@ def _unescaped(match: re.Match[bytes]) -> bytes:
 
 
 def spilled_bytes(ptx: str, folder: Path) -> int:
-    """The bytes that each thread of a kernel keeps outside of registers, as ptxas assembles it."""
+    """The bytes that each thread of a kernel keeps outside of registers, as ptxas assembles it.
+
+    Products must overlap, for which ptxas needs to see where their sums are defined.
+    """
     import triton
 
     (folder / "kernel.ptx").write_text(ptx)
     ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     command = [ptxas, "-arch=sm_90a", "-v", "kernel.ptx", "-o", "kernel.cubin"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    assert "wgmma.mma_async instructions are serialized" not in done.stderr
     (stores,) = re.findall(r"(\d+) bytes spill stores", done.stderr)
     return int(stores)
 

@@ -110,7 +110,9 @@ def outer_product_tile(left, right, starts, left_scale, right_scale, out, SPEC: 
     left += first.to(tl.int64) * SPEC.input_row
     right += first.to(tl.int64) * SPEC.output_row
     acc = tl.zeros([HEIGHT, WIDTH], tl.float32)
-    for i in range((rows + DEPTH - 1) // DEPTH):
+    # One step even without rows: after a loop that may be empty, ptxas lets each wgmma wait for
+    # the one before.
+    for i in range(tl.maximum((rows + DEPTH - 1) // DEPTH, 1)):
         row = i * DEPTH + tl.arange(0, DEPTH)
         there = row < rows
         a = tl.load(left + row[None, :] * SPEC.input_row, of_left & there[None, :], other=0.0)
