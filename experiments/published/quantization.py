@@ -7,33 +7,30 @@ from experiments.int4_study.study import STUDY
 from experiments.published.results import FOLDER, GB, case
 from experiments.row_files import Row
 
-QUANTIZED = {
-    "bf16": "BF16",
-    "int8": "INT8",
-    "int8:static": "INT8, static activations",
-    "int8:none": "INT8, weights alone",
-    "fp8": "FP8",
-    "fp8:static": "FP8, static activations",
-    "fp8:none": "FP8, weights alone",
+CASES = {
+    ("bf16", "none"): "BF16",
+    ("bf16", "int8"): "BF16, cache in INT8",
+    ("fp8", "int8"): "FP8, cache in INT8",
+    ("int8", "int8"): "INT8, cache in INT8",
+    ("int4", "int8"): "INT4 and FP8, cache in INT8",
 }
-COLUMNS = [
-    f"{part}, {many}" for part in ("prompts", "generating") for many in ("1 text", "16 texts")
-]
+COLUMNS = ["prompts, 1 text", "16 texts", "generating, 1 text", "16 texts", "64 texts"]
 
 
 def table() -> list[list[str]]:
-    """What Llama-2-7B takes in 8 bits, and how many times as fast as in BF16 it generates."""
+    """What Llama-2-7B takes in each format, and how many times as fast as in BF16 it generates."""
     rows = [["", "parameters, GB", *COLUMNS]]
-    for name, words in QUANTIZED.items():
-        size = _case("llama2_7b", name)["parameters"] / GB
-        faster = _times_as_fast("llama2_7b", name)
-        rows.append([words, f"{size:.1f}", *(f"{times:.2f}" for times in faster)])
+    bf16 = _rates("bf16", "none")
+    for (name, cache), words in CASES.items():
+        size = _case(name, cache)["parameters"] / GB
+        times = zip(_rates(name, cache), bf16, strict=True)
+        rows.append([words, f"{size:.1f}", *(f"{ours / one:.2f}" for ours, one in times)])
     return rows
 
 
-def cache_of_a_text() -> str:
+def cache_of_a_text(cache: str) -> str:
     """GB that the keys and values of a text of Llama-2-7B take while it is generated."""
-    return f"{_case('llama2_7b', 'bf16')['batches'][0]['cache'] / GB:.2f}"
+    return f"{_case('bf16', cache)['batches'][0]['cache'] / GB:.2f}"
 
 
 def increase(way: str) -> str:
@@ -62,19 +59,14 @@ def _spaced(way: str) -> str:
     return way.replace("_", " ")
 
 
-def _times_as_fast(model: str, name: str) -> list[float]:
-    """By column of the table."""
-    both = zip(_rates(model, name), _rates(model, "bf16"), strict=True)
-    return [ours / bf16 for ours, bf16 in both]
+def _rates(name: str, cache: str) -> list[float]:
+    """Tokens a second, by column of the table."""
+    batches = _case(name, cache)["batches"]
+    prompts, generated = (
+        [batch[f"{part}_tokens_per_second"] for batch in batches] for part in ("prefill", "decode")
+    )
+    return [*prompts[:2], *generated]
 
 
-def _rates(model: str, name: str) -> list[float]:
-    """Tokens a second."""
-    batches = _case(model, name)["batches"]
-    return [
-        batch[f"{part}_tokens_per_second"] for part in ("prefill", "decode") for batch in batches
-    ]
-
-
-def _case(model: str, name: str) -> dict[str, Any]:
-    return case("quantized_generation", model=model, case=name)
+def _case(name: str, cache: str) -> dict[str, Any]:
+    return case("quantized_generation", case=name, cache=cache)
