@@ -31,6 +31,7 @@ from coat_jax import ops
 from coat_jax.kernels import gemm, int4
 from coat_jax.kernels.dispatch import choose
 from coat_jax.kernels.launch import Schedule
+from coat_jax.numerics import four_bits
 from coat_jax.numerics.formats import E4M3
 from experiments import records, rotation
 from experiments.command import parser_of
@@ -158,7 +159,11 @@ def _int8_codes(x: Array, weight: ops.Quantized) -> Array:
 
 
 def _expanded(x: Array, weight: ops.Quantized) -> Array:
-    return int4.product_of_many_rows(x, weight.in_int4(), choose(None), jnp.bfloat16)
+    """Likewise."""
+    expand = int4.expand if choose(None) == "triton" else four_bits.expand
+    codes, scale = expand(weight.codes, weight.scale)
+    y = _fp8_codes(x, ops.Quantized(codes, scale))
+    return (y * scale).astype(jnp.bfloat16)
 
 
 def _rows(x: Array) -> int4.Rows:

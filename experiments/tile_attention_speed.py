@@ -239,14 +239,16 @@ def in_torch(name: str, small: bool) -> Iterator[Case]:
     rows, slots = tiles.count * tiles.slots, tiles.slots
     compiled = flex_attention if small else torch.compile(flex_attention)
     block_mask = create_block_mask if small else torch.compile(create_block_mask)
+    pairs = torch.empty(tiles.count, tiles.count, dtype=torch.bool, device=device)
+
+    def sees(b: Any, h: Any, query: Any, key: Any) -> Any:
+        del b, h
+        return pairs[query // slots, key // slots] & (key % slots < tiles.tokens)
+
     for window in windows(tiles):
         lists = tiles.window(window)
-        pairs = torch.from_numpy(np.array(visible_pairs(lists)[0, 0])).to(device)
-
-        def sees(b: Any, h: Any, query: Any, key: Any, pairs: Any = pairs) -> Any:
-            del b, h
-            return pairs[query // slots, key // slots] & (key % slots < tiles.tokens)
-
+        # In place: torch compiles again for another function or array.
+        pairs.copy_(torch.from_numpy(np.array(visible_pairs(lists)[0, 0])))
         mask = block_mask(sees, None, None, rows, rows, device=device)
         attend = functools.partial(compiled, block_mask=mask)
         yield timed("torch, FlexAttention", float(lists.density[0]), attend, rows)
