@@ -1,4 +1,4 @@
-"""OLMoE: a mixture of experts with 6.9 billion parameters, of which 1.3 billion compute a token.
+"""OLMoE: a mixture of experts with 6.9 billion parameters, 1.3 billion of them active per token.
 
     coat train olmoe_7b --train 'tokens/*.npy'           COAT
     coat train olmoe_7b:bf16 --train 'tokens/*.npy'      BF16, optax's AdamW

@@ -1,4 +1,4 @@
-"""OLMoE of 1.8 million parameters over bytes, of which 0.6 million compute a token.
+"""OLMoE of 1.8 million parameters over bytes, 0.6 million of them active per token.
 
 A mixture of experts that trains on a laptop in minutes, on the source of Python's standard library;
 its losses are not for comparison. The log has `aux_loss`, 2 where the loads of experts are even,

@@ -1,4 +1,4 @@
-"""How fast models that see train, and in how much memory, by the parts that are in FP8.
+"""How fast vision-language models train, and in how much memory, by the parts that are in FP8.
 
 Claim: FP8 in tower and decoder takes less memory than in the decoder alone, and no more time.
 

@@ -1,4 +1,4 @@
-"""Questions about pictures, as models that see were trained to read them.
+"""Questions about pictures, as vision-language models were trained to read them.
 
     begin, pictures, question, end            then the model answers
 

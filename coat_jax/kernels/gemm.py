@@ -6,9 +6,9 @@
 
 An FP8 operand has one scale, computed just in time: the least power of two with which its largest
 element, or a bound of it where that is cheaper, fits the format. Powers of two multiply exactly in
-any dtype, so the scale of a product is folded into the GEMM, also in BF16. Sums are in FP32. On
-NVIDIA GPUs each product is one FP8 GEMM of cuBLASLt, or a sum that XLA fuses where one side is a
-single row. Elsewhere operands are converted to FP32. Results differ only by the order of sums.
+any dtype, so the scale of a product is folded into the GEMM, also in BF16. On NVIDIA GPUs each
+product is one FP8 GEMM of cuBLASLt, whose sums have about 14 bits on Hopper, or a sum in FP32 that
+XLA fuses where one side is a single row. Elsewhere operands are converted to FP32.
 
 `product_of_codes` is a product of codes alone, for scales that are not one number per operand.
 

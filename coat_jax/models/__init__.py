@@ -7,7 +7,7 @@
     create, abstract               a new model on a mesh, each device with its own shards
     parameters_count               how many parameters a config has
     hf                             weights from and to Hugging Face folders
-    vision_language                models that see, which have such a decoder
+    vision_language                models of images and text, with such a decoder
 
 All families of decoders are one module; a `Config` holds what differs.
 """

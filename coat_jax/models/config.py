@@ -205,7 +205,7 @@ PRESETS = {
     "olmo_1b": _preset(50304, 2048, 16, 16, 16, 128, 8192, 2048, norm="layer", tied=True),
     "olmo_7b": _preset(50304, 4096, 32, 32, 32, 128, 11008, 2048, norm="layer"),
     "olmo2_7b": _preset(100352, 4096, 32, 32, 32, 128, 11008, 4096, **OLMO2, rotary=LLAMA3),
-    # 1.8 million parameters, of which 0.6 million compute a token.
+    # 1.8 million parameters, 0.6 million of them active per token.
     "olmoe_tiny": _preset(
         256, 128, 2, 4, 4, 32, 256, 1024, qk_norm="all",
         experts=dataclasses.replace(OLMOE, count=8, chosen=2),

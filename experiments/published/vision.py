@@ -1,4 +1,4 @@
-"""Models that see: docs/vision.md."""
+"""Vision-language models: docs/vision.md."""
 
 from experiments.published.results import FOLDER, GB, bold, of
 from experiments.vision_demo import KINDS

@@ -1,4 +1,4 @@
-"""The study of models that see: its rows."""
+"""The study of vision-language models: its rows."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Models that see: a vision tower, a projector, and a decoder that reads images among its text.
+"""Vision-language models: a tower, a projector, and a decoder that reads images among its text.
 
 Config, TowerConfig, ImageFormat    the config of a model; PRESETS, config_of by name
 VisionLanguage, Batch               the NNX module, and what its loss takes

@@ -1,4 +1,4 @@
-"""Conversations with pictures, for models that see.
+"""Conversations with pictures, for vision-language models.
 
     {"messages": [{"role": "user", "content": [{"type": "image", "image": "cat.jpg"},
                                                {"type": "text", "text": "What is it?"}]},
