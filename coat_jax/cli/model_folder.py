@@ -68,7 +68,8 @@ def tokens_of(text: Path, folder: Path, config: Any, asked: str | None, *, most:
     path, tokenizer = expand_user(text), tokenizer_of(folder, config, asked)
     require_regular(path)
     with read_failures(path), path.open(encoding="utf-8-sig", newline="") as file:
-        tokens = tokenizer.encode(file.read(PIECE + LONGEST * most))[:most]
+        size = path.stat().st_size  # bytes: no fewer than characters
+        tokens = tokenizer.encode(file.read(min(PIECE + LONGEST * most, size)))[:most]
     require_known(f"{text} has", tokens, config.vocab)
     return tokens
 

@@ -113,7 +113,7 @@ def require_balanceable(config: Config) -> None:
     if np.dtype(config.param_dtype) == np.float16:
         raise UserError(
             "Parameters in float16 cannot be balanced: multiplied by powers of two, some would "
-            "leave its range. Use bfloat16 or float32; coat convert casts with --dtype."
+            "leave its range. Use bfloat16 or float32; coat convert casts with --dtype float32."
         )
 
 

@@ -116,7 +116,7 @@ def calibrate(
     for first, *others in groups:
         found |= {path: found[path]._replace(products=found[first].products) for path in others}
     for path, inputs in found.items():
-        if inputs.largest < eight_bits.SMALLEST_SCALE:
+        if recipe.needs_calibration and inputs.largest < eight_bits.SMALLEST_SCALE:
             raise UserError(
                 f"The inputs of {path} are all zero on the calibration text: their range is empty. "
                 "Calibrate on more text, or leave this projection as it is."

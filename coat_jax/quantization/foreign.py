@@ -82,14 +82,15 @@ def read(
         if bias is not None and (f"{module}.bias" in shapes or bias.whole().any()):
             found[f"{module}.bias"] = bias
         schemes[path] = Scheme("int4", "none", zeros=True)
-        less = int(method == "gptq" and data.get("checkpoint_format") != "gptq_v2")
-        made = _as_packed(method, less, **parts)
+        if method == "gptq" and data.get("checkpoint_format") != "gptq_v2":
+            parts["qzeros"] = _plus_one(parts["qzeros"])
+        made = _as_packed(method, **parts)
         found |= {f"{module}.{name}": one for name, one in made.items()}
     return schemes, found
 
 
 def _as_packed(
-    method: str, less: int, qweight: LazyArray, qzeros: LazyArray, scales: LazyArray
+    method: str, qweight: LazyArray, qzeros: LazyArray, scales: LazyArray
 ) -> dict[str, LazyArray]:
     """The tensors of a projection as compressed-tensors has them."""
     unpack_codes, unpack_zeros = _UNPACK[method]
@@ -101,7 +102,7 @@ def _as_packed(
             (outputs, groups * GROUP // 8), np.int32, lambda: pack_eight(unpack_codes(qweight))
         ),
         "weight_scale": _made(of_groups, np.float32, lambda: scales.whole().T),
-        "weight_zero": _made(of_groups, np.uint8, lambda: unpack_zeros(qzeros) + less),
+        "weight_zero": _made(of_groups, np.uint8, lambda: unpack_zeros(qzeros)),
         "weight_shape": _made((2,), np.int64, lambda: shape),
     }
 
@@ -113,6 +114,11 @@ def _made(shape: tuple[int, ...], kind: Any, whole: Callable[[], np.ndarray]) ->
         return whole().astype(kind, copy=False)[index]
 
     return LazyArray(shape, np.dtype(kind), shape, read)
+
+
+def _plus_one(packed: LazyArray) -> LazyArray:
+    """Eight codes plus one each: GPTQModel subtracts all ones from a word, and a 0 borrows."""
+    return packed._replace(read=lambda index: packed.read(index) + np.int32(0x11111111))
 
 
 def _nibbles(packed: LazyArray) -> np.ndarray:

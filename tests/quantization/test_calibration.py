@@ -127,6 +127,7 @@ def test_a_range_that_is_empty_or_not_finite_is_named():
     dead.layers[1].mlp.up[...] = jnp.zeros_like(dead.layers[1].mlp.up[...])
     with pytest.raises(UserError, match=r"layers.1.mlp.down are all zero"):
         q.calibrate(dead, TOKENS, STATIC)
+    q.calibrate(dead, TOKENS, q.Recipe(format="int8"))  # which needs no ranges
     lost = filled(CONFIG)
     lost.layers[0].mlp.up[...] = lost.layers[0].mlp.up[...].at[0, 0].set(jnp.inf)
     with pytest.raises(UserError, match=r"layers.0.mlp.down are not finite"):

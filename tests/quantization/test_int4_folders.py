@@ -106,14 +106,14 @@ def theirs(folder, method, **more):
         name = layout.module_of(path)
         outputs, inputs = tensors.pop(f"{name}.weight").shape
         codes = random.integers(0, 16, (outputs, inputs))
-        zeros = random.integers(1, 16, (outputs, inputs // 128))
+        zeros = random.integers(0, 16, (outputs, inputs // 128))
         scales = random.uniform(0.01, 0.02, zeros.shape).astype(np.float16)
         weights[path] = (codes - zeros.repeat(128, 1)) * scales.astype(np.float32).repeat(128, 1)
         if method == "awq":
             order = (0, 2, 4, 6, 1, 3, 5, 7)
             parts = {"qweight": nibbles(codes.T, order), "qzeros": nibbles(zeros.T, order)}
         else:
-            parts = {"qweight": nibbles(codes).T, "qzeros": nibbles(zeros.T - 1)}
+            parts = {"qweight": nibbles(codes).T, "qzeros": nibbles(zeros.T) - np.int32(0x11111111)}
             parts["g_idx"] = np.arange(inputs, dtype=np.int32) // 128
         parts["scales"] = scales.T
         tensors |= {f"{name}.{part}": np.ascontiguousarray(a) for part, a in parts.items()}

@@ -140,9 +140,9 @@ def _cast_finite(path: Name, stored: LazyArray, dtype: Any) -> LazyArray:
 
 
 def _batches(tokens: Sequence[int], context: int) -> Iterator[np.ndarray]:
-    """Yields calibration tokens in rows of one length, without a last row that is not full."""
-    length = min(len(tokens), context, LONGEST)
-    rows = len(tokens) // length if length else 0
+    """Yields calibration tokens in rows of one length; fewer are left over than there are rows."""
+    rows = -(-len(tokens) // min(context, LONGEST))
+    length = len(tokens) // max(1, rows)
     whole = np.array(tokens[: rows * length], np.int32).reshape(rows, length)
     for first in range(0, rows, ROWS):
         yield whole[first : first + ROWS]
