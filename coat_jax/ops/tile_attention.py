@@ -100,7 +100,9 @@ def tile_attention(
             'such heads, or implementation="xla", which computes a mask over all pairs of tokens.'
         )
     settings = _Settings(tiles, ordered, format == "fp8", float(scale), implementation)
-    arrays = q, k, v, lists, jnp.asarray(levels, jnp.int32)
+    # Under jit no level was checked, and the kernels would read memory that is not theirs.
+    within = jnp.clip(jnp.asarray(levels, jnp.int32), 0, lists.keys.shape[0] - 1)
+    arrays = q, k, v, lists, within
     result: Array = shard_inside(
         partial(_attend, settings), lambda: PartitionSpec(*explicit_spec(q)), *arrays
     )

@@ -130,6 +130,12 @@ def test_gradients_are_those_at_the_codes_with_rounding_as_the_identity():
         assert np.linalg.norm(a - b) < 0.01 * np.linalg.norm(b)
 
 
+def test_levels_out_of_range_are_the_nearest_in_jit_where_they_cannot_be_refused():
+    (q, k, v), lists = qkv(), TILES.window((1, 1, 1), None)
+    attend = jax.jit(lambda level: ops.tile_attention(q, k, v, TILES, lists, level))
+    np.testing.assert_array_equal(attend(jnp.array([-1, 2])), attend(jnp.array([0, 1])))
+
+
 def test_heads_of_other_lists_and_tokens_in_the_order_of_tiles():
     q, k, v = qkv()
     lists = TILES.best_keys(q, k, 3)

@@ -136,7 +136,8 @@ class VideoTransformer(nnx.Module):
     def _level(self, time: Float[Array, " B"]) -> Int[Array, " B"]:
         """The level of attention of each sample."""
         until = () if self.config.attention is None else self.config.attention.until
-        return jnp.sum(time[:, None] >= jnp.array(until, time.dtype), axis=1, dtype=jnp.int32)
+        passed = time.astype(jnp.float32)[:, None] >= jnp.array(until, jnp.float32)
+        return jnp.sum(passed, axis=1, dtype=jnp.int32)
 
 
 class Embedder(nnx.Module):
