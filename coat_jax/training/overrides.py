@@ -80,7 +80,7 @@ def override(config: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
             option, equals, value = word[2:].partition("=")
             name = _find(option, known).name
             given[name] = [value] if equals else []
-        elif name and (not given[name] or get_origin(known[name].annotation) is tuple):
+        elif name and (not given[name] or _items(known[name].annotation)):
             given[name].append(word)
         else:
             raise UserError(f"{word!r} follows no --field: write --field value.")
@@ -148,8 +148,9 @@ def _values(annotation: Any) -> str:
         return "a function, only in a config file"
     if precision.Precision in get_args(annotation):
         return " or ".join(precision.PRESETS)
-    if get_origin(annotation) is tuple:
-        return f"any number of: {_values(get_args(annotation)[0])}"
+    if items := _items(annotation):
+        count = "any number" if items[-1] is ... else len(items)
+        return f"{count} of: {_values(items[0])}"
     return describe(annotation).replace("'", "")
 
 
@@ -173,11 +174,22 @@ def _find(option: str, known: Mapping[str, Field]) -> Field:
 
 def _read(field: Field, words: list[str]) -> Any:
     """Returns the value that words stand for; those that stand for none are left to the config."""
-    if get_origin(field.annotation) is tuple:
-        return tuple(words)
+    items = _items(field.annotation)
+    if items and (words != ["none"] or type(None) not in get_args(field.annotation)):
+        return tuple(_read_word(items[0], word) for word in words)
     if not words:
         raise UserError(f"--{field.name} needs a value: write --field value.")
-    (text,), kinds = words, get_args(field.annotation) or (field.annotation,)
+    return _read_word(field.annotation, words[0])
+
+
+def _items(annotation: Any) -> tuple[Any, ...]:
+    """The kinds of the items if a field takes a tuple, perhaps among other values."""
+    tuples = (kind for kind in (annotation, *get_args(annotation)) if get_origin(kind) is tuple)
+    return get_args(next(tuples, None))
+
+
+def _read_word(annotation: Any, text: str) -> Any:
+    kinds = get_args(annotation) or (annotation,)
     named = {word: value for word, value in WORDS.items() if type(value) in kinds}
     if text.lower() in named:
         return named[text.lower()]

@@ -19,6 +19,7 @@ from coat_jax.training.config import CheckpointConfig, EvaluationConfig, MeshCon
 from coat_jax.training.config_files import source
 from coat_jax.training.data import VideosConfig, videos
 from coat_jax.training.loop import train
+from coat_jax.training.overrides import override
 
 TILED = TiledAttention(tile=(1, 2, 2), windows=(None, (1, 1, 1)), until=(0.8,))
 SIZES = {"heads": 2, "head_dim": 32, "layers": 2, "ffn": 64, "text_width": 16, "time_width": 32}
@@ -51,6 +52,13 @@ def config_of(data, out, **changes):
 def losses(folder):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [found["loss"] for line in lines if "loss" in (found := json.loads(line))]
+
+
+def test_shapes_and_times_are_set_on_the_command_line(data, tmp_path):
+    line = "--model.latents 2 4 4 --sequence_length 8 --until 0.5 --tile none"
+    model = override(config_of(data, tmp_path), line.split()).model
+    attention = replace(TILED, until=(0.5,), tile=None)
+    assert model == replace(MODEL, latents=(2, 4, 4), attention=attention)
 
 
 @pytest.mark.costly
