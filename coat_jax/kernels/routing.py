@@ -86,7 +86,7 @@ def group(experts: Int[Array, "T k"], count: int, aligned: int = ALIGNED) -> Gro
     rows = jnp.take_along_axis(before, blocks, axis=1, mode="clip") + in_block
     places = rows.reshape(-1)[: chosen.size]
     empty = jnp.full(rows_of(chosen.size, count, aligned), -1, jnp.int32)
-    choices = empty.at[places].set(jnp.arange(chosen.size), unique_indices=True)
+    choices = empty.at[places].set(jnp.arange(chosen.size, dtype=jnp.int32), unique_indices=True)
     return Groups(choices, places.reshape(experts.shape), starts)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Int32
 
 from coat_jax.errors import UserError
 from coat_jax.kernels import routing
@@ -38,14 +38,18 @@ def require_number(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value} must be finite.")
 
 
-def require_indices(what: str, numbers: Any, end: int) -> None:
-    """Raises unless all are from 0 to before `end`. Under jit they are not known, nor checked."""
+def require_indices(what: str, numbers: Any, end: int) -> Int32[Array, "..."]:
+    """Returns numbers, after it raised unless all are from 0 to before `end`.
+
+    Under jit they are not known, so they are clipped: kernels must not read what is not theirs.
+    """
     if isinstance(numbers, jax.core.Tracer):
-        return
+        return jnp.clip(numbers, 0, end - 1).astype(jnp.int32)
     known = np.asarray(numbers)
     for number in (known.min(initial=0), known.max(initial=0)):
         if not 0 <= number < end:
             raise UserError(f"{what} is {number}: they are from 0 to {end - 1}.")
+    return jnp.asarray(known, jnp.int32)
 
 
 def require_norm(name: str, columns: int, norm: Norm) -> None:
@@ -87,7 +91,7 @@ def require_experts(
 
 
 def require_choices(experts: Array, tokens: int, count: int, aligned: int) -> None:
-    """Raises unless these are choices of `count` experts, whose rows for `tokens` fit 32 bits."""
+    """Raises unless tokens may have so many of `count` experts, with rows that fit 32 bits."""
     choices = experts.shape[1]
     if not 1 <= choices <= count:
         raise UserError(f"each token chooses {choices} experts: it must be from 1 to {count}.")
@@ -96,4 +100,3 @@ def require_choices(experts: Array, tokens: int, count: int, aligned: int) -> No
             f"{tokens} tokens with {choices} experts each are more rows than 32 bits count, "
             f"{routing.MOST_ROWS}. Use more microbatches, or more devices."
         )
-    require_indices("an expert", experts, count)

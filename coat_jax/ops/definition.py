@@ -102,19 +102,8 @@ def define_op(
 
         # The gradient that is used bypasses the barrier, which would hide its sharding.
         saved, _ = lax.optimization_barrier((saved, gradient))
-        if not tensors(mode):
-            return pull(*saved, gradient)
-        guarded = jax.custom_jvp(pull)
-
-        @guarded.defjvp
-        def refuse(primals: Any, tangents: Any) -> Any:
-            raise TypeError(
-                f"coat.ops.{name} in FP8 can be differentiated once only: rounding to FP8 has no "
-                "second derivative. Use precision=coat.BF16 where you need Hessians."
-            )
-
-        results: tuple[Any, ...] = guarded(*saved, gradient)
-        return results
+        once = tensors(mode)
+        return (differentiable_once(name, pull) if once else pull)(*saved, gradient)
 
     run.__name__ = name
     differentiable = jax.custom_vjp(run, nondiff_argnums=(0, 1))
@@ -130,6 +119,22 @@ def define_op(
         return shard_inside(call, partial(specs, *static, *arrays), *arrays, probe)
 
     return op
+
+
+def differentiable_once(
+    name: str, backward: Callable[..., Any], remedy: str = "precision=coat.BF16"
+) -> Callable[..., Any]:
+    """Returns the backward pass of an op in FP8, which refuses to be differentiated itself."""
+    guarded = jax.custom_jvp(backward)
+
+    @guarded.defjvp
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise TypeError(
+            f"coat.ops.{name} in FP8 can be differentiated once only: rounding to FP8 has no "
+            f"second derivative. Use {remedy} where you need Hessians."
+        )
+
+    return guarded
 
 
 def _record(probe: Probe, record: Record) -> Probe:

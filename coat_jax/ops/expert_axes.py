@@ -50,6 +50,8 @@ class ExpertAxes(NamedTuple):
     def on_mesh(self) -> "ExpertAxes":
         """Those of the axes along which the current mesh has several devices."""
         mesh = jax.sharding.get_abstract_mesh()
+        if mesh.axis_names and (unknown := {*self.tokens, *self.hidden} - {*mesh.axis_names}):
+            raise UserError(f"{self} has {unknown}, and the mesh only {mesh.axis_names}.")
         names = {a for a in mesh.axis_names if a not in mesh.manual_axes and mesh.shape[a] > 1}
         return ExpertAxes(*(tuple(a for a in axes if a in names) for axes in self))
 

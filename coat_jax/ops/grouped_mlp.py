@@ -29,7 +29,7 @@ from coat_jax.kernels.routing import Groups
 from coat_jax.numerics.formats import E5M2, format_of
 from coat_jax.numerics.mesh_axes import shards
 from coat_jax.ops import recording
-from coat_jax.ops.checks import require_choices, require_experts
+from coat_jax.ops.checks import require_choices, require_experts, require_indices
 from coat_jax.ops.definition import batch_alike, define_op, like_first
 from coat_jax.ops.expert_axes import UNSHARDED, ExpertAxes
 from coat_jax.ops.projection import (
@@ -88,7 +88,8 @@ def grouped_mlp(
         gate: weights of the gate, for each expert.
         up: weights of the branch that the gate multiplies.
         down: weights back to the width of x.
-        experts: the indices of the experts that each token chose, from 0 to E - 1.
+        experts: the indices of the experts that each token chose, from 0 to E - 1. Under jit, those
+            out of range are clipped. For a token that is padding, pass weights of 0.
         weights: of the choices; those of a token need not sum to one.
         activation: of the gate.
         limit: as in `gated_mlp`.
@@ -120,6 +121,7 @@ def grouped_mlp(
     axes.require_columns(gate.shape[-1], together)
     tokens = len(experts) // shards(axes.rows, jax.sharding.get_abstract_mesh())
     require_choices(experts, tokens, gate.shape[0], _alignment(mode))
+    experts = require_indices("an expert", experts, gate.shape[0])
     arrays: Any = x, Experts(gate, up, down), experts, weights
     if mode.implementation == "xla":  # vmap of ragged_dot needs a batch of all arrays, or of none
         leaves, tree = jax.tree.flatten(arrays)

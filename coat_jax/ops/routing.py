@@ -14,6 +14,7 @@ a little to those of experts with few tokens. All is in FP32. Saved for the back
 input, in FP8 blocks or as it is.
 """
 
+import operator
 from functools import partial
 from typing import Any, Literal
 
@@ -96,7 +97,7 @@ def route(
         normalized: whether the weights of a token add up to 1.
         bias: is added to the scores that decide which experts are chosen.
     """
-    if not 1 <= chosen <= logits.shape[-1]:
+    if not 1 <= (chosen := operator.index(chosen)) <= logits.shape[-1]:
         raise UserError(
             f"chosen={chosen}: a token has from 1 to {logits.shape[-1]} experts, as many as there "
             "are logits."
@@ -119,7 +120,7 @@ def expert_load(
     Args:
         experts: from `route`.
         count: how many experts there are.
-        counted: which tokens count, all by default; padding should not.
+        counted: which tokens count, those that are not 0; all by default. Padding should not.
     """
     return jnp.sum(_chosen(experts, count) * _weight(experts, counted), axis=-2)
 
@@ -178,7 +179,7 @@ def _weight(
     """1 for tokens that count, 0 for others."""
     shape = (*of_tokens.shape[:-1], 1)
     counts = jnp.ones(shape, bool) if counted is None else counted.reshape(shape)
-    return counts.astype(jnp.float32)
+    return counts.astype(bool).astype(jnp.float32)
 
 
 def _mean(x: Float[Array, "*B S K"], weight: Float[Array, "*B S 1"]) -> Float[Array, "*B K"]:

@@ -9,6 +9,7 @@ numbers; it takes rounding for the identity. What is saved is a byte for each nu
 and o.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -24,6 +25,7 @@ from coat_jax.kernels.dispatch import Implementation, choose
 from coat_jax.numerics.explicit_axes import explicit_spec, shard_inside
 from coat_jax.numerics.formats import E4M3
 from coat_jax.ops.checks import require_indices, require_number, require_real
+from coat_jax.ops.definition import differentiable_once
 from coat_jax.ops.tiles import TileLists, Tiles, visible_pairs
 
 WIDTHS = (64, 128)  # of heads, in the kernels
@@ -69,7 +71,7 @@ def tile_attention(
         v: values.
         tiles: how the grid is divided.
         lists: what sees what; all sees all without it. See `Tiles.window` and `Tiles.best_keys`.
-        level: of each sample; the first one without it.
+        level: of each sample; needed if there are several.
         format: "fp8", or "bf16", which rounds nothing.
         scale: of the scores, 1 / sqrt(H) by default.
         ordered: whether tokens are in the order of `tiles.order()`, tile after tile. A model that
@@ -87,8 +89,7 @@ def tile_attention(
     if format not in ("fp8", "bf16"):
         raise ValueError(f'format={format!r} must be "fp8" or "bf16".')
     lists = tiles.dense() if lists is None else lists
-    levels: Any = np.zeros(len(q), np.int32) if level is None else level
-    _require_lists(lists, levels, tiles, q)
+    level = _require_lists(lists, level, tiles, q)
     if scale is None:
         scale = q.shape[3] ** -0.5
     else:
@@ -100,9 +101,7 @@ def tile_attention(
             'such heads, or implementation="xla", which computes a mask over all pairs of tokens.'
         )
     settings = _Settings(tiles, ordered, format == "fp8", float(scale), implementation)
-    # Under jit no level was checked, and the kernels would read memory that is not theirs.
-    within = jnp.clip(jnp.asarray(levels, jnp.int32), 0, lists.keys.shape[0] - 1)
-    arrays = q, k, v, lists, within
+    arrays = q, k, v, lists, level
     result: Array = shard_inside(
         partial(_attend, settings), lambda: PartitionSpec(*explicit_spec(q)), *arrays
     )
@@ -122,18 +121,24 @@ def _require_arrays(q: Array, k: Array, v: Array, tiles: Tiles) -> None:
         )
 
 
-def _require_lists(lists: TileLists, level: Any, tiles: Tiles, q: Array) -> None:
+def _require_lists(lists: TileLists, level: Any, tiles: Tiles, q: Array) -> Int[Array, " B"]:
+    """Returns the level of each sample."""
     levels, heads, count, _ = lists.keys.shape
     if count != tiles.count or heads not in (1, q.shape[2]):
         raise ValueError(
             f"lists are for {count} tiles and {heads} heads, and there are {tiles.count} tiles and "
             f"{q.shape[2]} heads; lists of one head serve all."
         )
-    if jnp.shape(level) != (len(q),) or not jnp.issubdtype(jnp.result_type(level), jnp.integer):
-        given = f"{jnp.result_type(level).name}{list(jnp.shape(level))}"
+    if level is None:
+        if levels > 1:
+            raise ValueError(f"lists have {levels} levels: say the level of each sample.")
+        level = np.zeros(len(q), np.int32)
+    level = level if isinstance(level, jax.Array) else np.asarray(level)
+    if level.shape != (len(q),) or not jnp.issubdtype(level.dtype, jnp.integer):
+        given = f"{level.dtype.name}{list(level.shape)}"
         raise ValueError(f"level {given} must have one integer for each of {len(q)} samples.")
     require_indices("a tile in a list", lists.keys, count)
-    require_indices("a level", level, levels)
+    return require_indices("a level", level, levels)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -197,7 +202,14 @@ def _backward(settings: _Settings, saved: Any, do: Array) -> tuple[Any, ...]:
     return *gradients, *none
 
 
-_attend.defvjp(_forward, _backward)
+def _differentiate(settings: _Settings, saved: Any, do: Array) -> tuple[Any, ...]:
+    backward: Callable[..., tuple[Any, ...]] = partial(_backward, settings)
+    if settings.in_fp8:
+        backward = differentiable_once("tile_attention", backward, 'format="bf16"')
+    return backward(saved, do)
+
+
+_attend.defvjp(_forward, _differentiate)
 
 
 def _power_of_two(magnitudes: Array) -> Float[Array, ""]:

@@ -182,10 +182,12 @@ class Tiles:
             count: tiles that each one sees.
             ordered: whether both are in the order of `order`.
         """
-        if not 1 <= count <= self.count:
+        if not 1 <= (count := operator.index(count)) <= self.count:
             raise UserError(f"count={count} must be from 1 to the number of tiles, {self.count}.")
 
         def pooled(x: Array) -> Float[Array, "B T N H"]:
+            if x.shape[1] != self.count * self.tokens:
+                raise ValueError(f"best_keys got {x.shape[1]} tokens for a grid of {self.grid}.")
             x = x if ordered else x[:, self.order()]
             tiles = x.reshape(len(x), self.count, self.tokens, *x.shape[2:])
             return jnp.mean(tiles, axis=2, dtype=jnp.float32)

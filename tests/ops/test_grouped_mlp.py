@@ -296,11 +296,24 @@ def narrow():
         return call(axes=ops.ExpertAxes(hidden=("expert",)))
 
 
+def elsewhere():
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))):
+        return call(axes=ops.ExpertAxes(hidden=("expert",)))
+
+
 def too_many():
     like = [jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in (W, W, DOWN)]
     tokens = [jax.ShapeDtypeStruct((2**30, n), d) for n, d in ((D, "float32"), (K, "int32"))]
     weights = jax.ShapeDtypeStruct((2**30, K), jnp.float32)
     return jax.eval_shape(ops.grouped_mlp, tokens[0], *like, tokens[1], weights)
+
+
+def test_experts_out_of_range_are_the_nearest_in_jit_where_they_cannot_be_refused():
+    *arrays, weights = arguments(experts := choose("random"))
+    f = jax.jit(functools.partial(ops.grouped_mlp, *arrays, weights=weights))
+    padding = experts.at[3].set(-1).at[7].set(E)
+    wanted = f(experts.at[3].set(0).at[7].set(E - 1))
+    np.testing.assert_array_equal(f(padding), wanted)
 
 
 @pytest.mark.parametrize(
@@ -325,6 +338,7 @@ def too_many():
             "hidden=24 cannot be divided among the 8 devices along 'expert' of the mesh in blocks "
             "of 16: use fewer devices there, or a multiple of 128",
         ),
+        (elsewhere, r"'expert'.*the mesh only \('data',\)"),
         (too_many, "1073741824 tokens with 3 experts each are more rows than 32 bits count"),
     ],
 )

@@ -48,6 +48,8 @@ def test_the_load_counts_tokens_and_leaves_padding_out():
     wanted = [np.bincount(np.ravel(experts[0]), minlength=EXPERTS)]
     wanted += [np.bincount(np.ravel(experts[1, :10]), minlength=EXPERTS)]
     np.testing.assert_array_equal(load, wanted)
+    segments = 7 * counted  # numbers of texts in a row, 0 for padding
+    np.testing.assert_array_equal(ops.expert_load(experts, EXPERTS, segments), wanted)
     for penalty in (
         lambda x, e, c: ops.balance_loss(x, e, counted=c),
         lambda x, e, c: ops.router_z_loss(x, c),

@@ -1,5 +1,7 @@
 """Tile attention: its tiles and lists, its reference against a dense mask, and what it refuses."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -136,6 +138,21 @@ def test_levels_out_of_range_are_the_nearest_in_jit_where_they_cannot_be_refused
     np.testing.assert_array_equal(attend(jnp.array([-1, 2])), attend(jnp.array([0, 1])))
 
 
+def test_only_without_rounding_it_has_second_derivatives():
+    q, k, v = qkv()
+
+    def length(q, attend):
+        return jnp.sum(jax.grad(lambda q: jnp.sum(attend(q, k, v) ** 2))(q) ** 2)
+
+    mask = dense_mask(TILES, visible_pairs(TILES.dense()))
+    in_bf16 = functools.partial(ops.tile_attention, tiles=TILES, format="bf16")
+    found = jax.grad(length)(q, in_bf16)
+    wanted = jax.grad(length)(q, lambda *x: masked(*x, mask))
+    assert np.linalg.norm(found - wanted) < 1e-4 * np.linalg.norm(wanted)
+    with pytest.raises(TypeError, match=r'differentiated once only.*Use format="bf16"'):
+        jax.grad(length)(q, functools.partial(ops.tile_attention, tiles=TILES))
+
+
 def test_heads_of_other_lists_and_tokens_in_the_order_of_tiles():
     q, k, v = qkv()
     lists = TILES.best_keys(q, k, 3)
@@ -201,7 +218,12 @@ Q = jnp.zeros((B, TOKENS, N, H))
         (lambda: TILES.window((1, 1)), "not one of a grid"),
         (lambda: TILES.window(1, 1, 1), "a size for each level"),
         (lambda: lists_of(np.eye(4, dtype=bool)), r"takes booleans \[levels, heads"),
+        (
+            lambda: ops.tile_attention(Q, Q, Q, TILES, TILES.window((1, 1, 1), None)),
+            "lists have 2 levels: say the level of each sample",
+        ),
         (lambda: TILES.best_keys(Q, Q, 5), "count=5 must be from 1 to"),
+        (lambda: TILES.best_keys(Q, Q[:, 1:], 2), "best_keys got 95 tokens for a grid of"),
         (lambda: lists_of(np.zeros((1, 1, 2, 2), bool)), "tile of queries 0 sees no tile of keys"),
         (lambda: lists_of(jnp.zeros((1, 1, 2, 2), bool)), "tile of queries 0 sees no tile of keys"),
     ],
