@@ -5,11 +5,13 @@ import statistics
 from experiments.published import loss
 from experiments.published.results import GB, bold, of
 
+LAYERS = {"olmoe": "OLMoE", "qwen3": "Qwen3"}
+ROUTES = "balanced", "skewed"
 WAYS = {
     "ours, FP8": "`COAT`",
     "ours, forward in BF16": "`COAT_BF16_FORWARD`",
     "ours, BF16": "`BF16`",
-    "torch._grouped_mm, BF16": "torch, BF16",
+    "torch._grouped_mm, BF16, compiled": "torch, BF16",
     "tokamax, BF16": "tokamax, BF16",
 }
 
@@ -20,13 +22,15 @@ def gigabytes(precision: str) -> str:
 
 
 def speed() -> list[list[str]]:
-    """How long the experts of a layer of OLMoE take, in milliseconds."""
-    routes = "balanced", "skewed"
-    rows = [["ms", *(f"{route}{more}" for route in routes for more in ("", ", with backward"))]]
-    cases = {(case["route"], case["way"]): case for case in of("grouped_speed")["cases"]}
+    """How long the experts of a layer take, in milliseconds: forward / with the backward pass."""
+    rows = [["ms", *(f"{name}, {route}" for name in LAYERS.values() for route in ROUTES)]]
+    cases = {
+        (case["layer"], case["route"], case["way"]): case for case in of("grouped_speed")["cases"]
+    }
     for way, name in WAYS.items():
-        times = (cases[route, way][what] for route in routes for what in ("forward", "both"))
-        rows.append([name, *(bold(f"{ms:.1f}", way == "ours, FP8") for ms in times)])
+        found = [cases[layer, route, way] for layer in LAYERS for route in ROUTES]
+        times = (f"{case['forward']:.1f} / {case['both']:.1f}" for case in found)
+        rows.append([name, *(bold(time, way == "ours, FP8") for time in times)])
     return rows
 
 
