@@ -103,8 +103,8 @@ def ways(rows: int) -> dict[str, Way]:
     """Those for as many rows."""
     found = {
         "BF16": Way(jnp.bfloat16, _bf16_weight, jnp.matmul),
-        "FP8 codes": Way(E4M3, _fp8_weight, _fp8_codes, least_rows=FP8_ROWS),
-        "INT8 codes": Way(jnp.int8, _int8_weight, _int8_codes),
+        "FP8 codes": Way(E4M3, _fp8_weight, _codes, least_rows=FP8_ROWS),
+        "INT8 codes": Way(jnp.int8, _int8_weight, _codes),
         "W4A8 expanded": Way(E4M3, _int4_weight, _expanded, least_rows=FP8_ROWS),
     }
     if rows <= MOST_KERNEL_ROWS:
@@ -147,22 +147,14 @@ def _jnp_int4_weight(key: Array, n: int, k: int) -> tuple[Array, Array]:
     return (codes.astype(jnp.int8) - 8).astype(jnp.int4), jnp.ones(shape[:2], jnp.bfloat16)
 
 
-def _fp8_codes(x: Array, weight: ops.Quantized) -> Array:
-    """Always in FP8: `gemm.product_of_codes` multiplies few rows in BF16."""
-    one = jnp.ones((), jnp.float32)
-    operands = (gemm.Operand(codes, None, one) for codes in (x, weight.codes))
-    return gemm.product_transposed(*operands, jnp.bfloat16)
-
-
-def _int8_codes(x: Array, weight: ops.Quantized) -> Array:
+def _codes(x: Array, weight: ops.Quantized) -> Array:
     return gemm.product_of_codes(x, weight.codes, jnp.bfloat16)
 
 
 def _expanded(x: Array, weight: ops.Quantized) -> Array:
-    """Likewise."""
     expand = int4.expand if choose(None) == "triton" else four_bits.expand
     codes, scale = expand(weight.codes, weight.scale)
-    y = _fp8_codes(x, ops.Quantized(codes, scale))
+    y = _codes(x, ops.Quantized(codes, scale))
     return (y * scale).astype(jnp.bfloat16)
 
 

@@ -45,9 +45,6 @@ FP8 = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
 # products, Hopper's tensor cores drop up to 2^-13 of the sum so far: 2^-6 for 4096 products. The
 # result in BF16 adds 2^-9.
 SUM_ROUNDING = 1 + 2.0**-5
-# A product of at most this many rows could run in the time that reading its weight takes, but an
-# FP8 GEMM of cuBLASLt takes twice that. In BF16, XLA converts the weight's codes as it reads them.
-FEW_ROWS = 64
 MOST_INT8_COLUMNS = (2**31 - 1) // 128**2
 
 
@@ -153,7 +150,11 @@ def product_of_codes(x: Array, w: Array, dtype: DTypeLike) -> Array:
     Otherwise XLA may drop the cast here, and with it the rounding.
     """
     if x.dtype != jnp.int8:
-        return _product_of_fp8_codes(x, w, dtype)
+        if math.prod(x.shape[:-1]) > 1:
+            # XLA would merge small products of one x, and for that copy their weights into one.
+            x, w = lax.optimization_barrier((x, w))
+        one = jnp.ones((), jnp.float32)
+        return product_transposed(Operand(x, None, one), Operand(w, None, one), dtype)
     if x.shape[-1] > MOST_INT8_COLUMNS:
         raise UserError(
             f"A sum of {x.shape[-1]} products of INT8 codes may exceed INT32: "
@@ -162,24 +163,6 @@ def product_of_codes(x: Array, w: Array, dtype: DTypeLike) -> Array:
         )
     dimensions = (((x.ndim - 1,), (1,)), ((), ()))
     return lax.dot_general(x, w, dimensions, preferred_element_type=jnp.int32)
-
-
-def _product_of_fp8_codes(x: Array, w: Array, dtype: DTypeLike) -> Array:
-    one = jnp.ones((), jnp.float32)
-
-    def multiplied(x: Array, w: Array) -> Array:
-        return product_transposed(Operand(x, None, one), Operand(w, None, one), dtype)
-
-    def in_bf16(x: Array, w: Array) -> Array:
-        # Without the barrier XLA would see that the operands are FP8 codes, and use an FP8 GEMM.
-        values = lax.optimization_barrier(x.astype(jnp.bfloat16))
-        return multiplied(values, w.astype(jnp.bfloat16))
-
-    rows = math.prod(x.shape[:-1])
-    if 1 < rows <= FEW_ROWS:
-        return lax.platform_dependent(x, w, cuda=in_bf16, default=multiplied)
-    # XLA would merge small products of one x, and for that copy their weights into one array.
-    return multiplied(x, w) if rows == 1 else multiplied(*lax.optimization_barrier((x, w)))
 
 
 def scale_sums(

@@ -10,7 +10,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from coat_jax import ops
-from coat_jax.kernels.gemm import FEW_ROWS
 from coat_jax.numerics import eight_bits
 from coat_jax.numerics.eight_bits import DTYPES
 from experiments.hopper import OPTIONS, compile_for, hopper_mesh, there
@@ -51,8 +50,6 @@ def test_codes_are_multiplied_as_they_are(rows, activations):
     filled up to what cuBLASLt takes: to a multiple of 4 for INT8, of 16 for FP8, which is not for
     fewer; in FP8 after their codes are written. No weight is transposed or cast."""
     for format, product, least in (("int8", OF_INT8, 4), ("fp8", OF_FP8, 16)):
-        if format == "fp8" and rows <= FEW_ROWS:
-            continue
         text = entry(program(rows, format, activations))
         found = [int(count) for count in product.findall(text)]
         assert found == [-(-rows // least) * least]
@@ -70,16 +67,8 @@ def test_one_token_reads_codes_without_a_gemm(format):
         compiled = program(1, format, activations)
         assert "__cublas" not in compiled.as_text()
         assert compiled.memory_analysis().temp_size_in_bytes < K * N / 8
-
-
-def test_fp8_codes_of_a_few_tokens_are_multiplied_in_bf16():
-    """Of inputs that are rounded where codes are cast on: XLA drops a cast that another follows."""
-    for activations in ("static", "dynamic"):
-        text = program(FEW_ROWS, "fp8", activations).as_text()
-        assert "matmul$f8" not in text
-        assert f"bf16[{N},{K}]" in text
-        assert "round-nearest-even" in text
-        assert "round-nearest-even" in program(1, "fp8", activations).as_text()
+        # XLA drops a cast of inputs that another follows.
+        assert activations == "none" or format != "fp8" or "nearest-even" in compiled.as_text()
 
 
 def test_weights_alone_are_cast_for_the_product():
