@@ -25,7 +25,7 @@ class ExpertAxes(NamedTuple):
     there are many more devices than a token has experts, nearly all would need the token anyway.
 
     Attributes:
-        tokens: the axes over which the rows of x are sharded.
+        tokens: the axes over which x is sharded.
         hidden: the axes over which the hidden columns of each expert are sharded.
     """
 
@@ -55,15 +55,19 @@ class ExpertAxes(NamedTuple):
         names = {a for a in mesh.axis_names if a not in mesh.manual_axes and mesh.shape[a] > 1}
         return ExpertAxes(*(tuple(a for a in axes if a in names) for axes in self))
 
-    def require_columns(self, hidden: int, together: int) -> None:
-        """Raises unless `hidden` columns can be sharded in blocks of `together`."""
-        devices = shards(self.hidden, jax.sharding.get_abstract_mesh())
-        if devices > 1 and hidden % (devices * together):
-            raise UserError(
-                f"{hidden=} cannot be divided among the {devices} devices along "
-                f"{' and '.join(map(repr, self.hidden))} of the mesh in blocks of {together}: use "
-                f"fewer devices there, or a multiple of {devices * together}."
-            )
+    def require_whole_shards(self, tokens: int, hidden: int, together: int) -> None:
+        """Raises unless tokens, and hidden columns in blocks of `together`, can be sharded."""
+        for what, count, axes, block in (
+            ("tokens", tokens, self.tokens, 1),
+            ("hidden", hidden, self.hidden, together),
+        ):
+            devices = shards(axes, jax.sharding.get_abstract_mesh())
+            if devices > 1 and count % (devices * block):
+                raise UserError(
+                    f"{what}={count} cannot be divided among the {devices} devices along "
+                    f"{' and '.join(map(repr, axes))} of the mesh in blocks of {block}: use fewer "
+                    f"devices there, or a multiple of {devices * block}."
+                )
 
     def spec(self, axes: str) -> Any:
         """The PartitionSpec of an array, from a letter for each of its axes.

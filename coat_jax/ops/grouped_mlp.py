@@ -6,8 +6,8 @@ No token is dropped, however many choose an expert. Saved for the backward pass:
 products take it, once for each token; and the pre-activations of each choice, in FP8 blocks. The
 caller computes the norm, which its router needs too, and the residual sum.
 
-All experts share one scale for gate and up, and one for down: E4M3 spans 2^15, experts have similar
-magnitudes, and scales per row do not change the loss. So one kernel rounds a weight of all experts,
+All experts share one scale for gate and up, and one for down: E4M3 spans 2^15, and experts have
+similar magnitudes. So one kernel rounds a weight of all experts,
 and one kernel sums both products of dx.
 """
 
@@ -118,7 +118,7 @@ def grouped_mlp(
     require_experts(x, gate, up, down, experts, weights)
     axes = axes.on_mesh()
     together = math.lcm(mode.precision.block or 1, 1 if mode.format is None else COLUMNS)
-    axes.require_columns(gate.shape[-1], together)
+    axes.require_whole_shards(len(x), gate.shape[-1], together)
     tokens = len(experts) // shards(axes.rows, jax.sharding.get_abstract_mesh())
     require_choices(experts, tokens, gate.shape[0], _alignment(mode))
     experts = require_indices("an expert", experts, gate.shape[0])

@@ -177,9 +177,11 @@ def _weight(
     of_tokens: Shaped[Array, "*B S K"], counted: Bool[Array, "*B S"] | None
 ) -> Float[Array, "*B S 1"]:
     """1 for tokens that count, 0 for others."""
-    shape = (*of_tokens.shape[:-1], 1)
-    counts = jnp.ones(shape, bool) if counted is None else counted.reshape(shape)
-    return counts.astype(bool).astype(jnp.float32)
+    if counted is None:
+        return jnp.ones((*of_tokens.shape[:-1], 1), jnp.float32)
+    if counted.shape != of_tokens.shape[:-1]:
+        raise ValueError(f"counted {counted.shape} must be {of_tokens.shape[:-1]}, as the tokens.")
+    return counted[..., None].astype(bool).astype(jnp.float32)
 
 
 def _mean(x: Float[Array, "*B S K"], weight: Float[Array, "*B S 1"]) -> Float[Array, "*B K"]:

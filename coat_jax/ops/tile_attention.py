@@ -89,7 +89,7 @@ def tile_attention(
     if format not in ("fp8", "bf16"):
         raise ValueError(f'format={format!r} must be "fp8" or "bf16".')
     lists = tiles.dense() if lists is None else lists
-    level = _require_lists(lists, level, tiles, q)
+    lists, level = _require_lists(lists, level, tiles, q)
     if scale is None:
         scale = q.shape[3] ** -0.5
     else:
@@ -121,8 +121,10 @@ def _require_arrays(q: Array, k: Array, v: Array, tiles: Tiles) -> None:
         )
 
 
-def _require_lists(lists: TileLists, level: Any, tiles: Tiles, q: Array) -> Int[Array, " B"]:
-    """Returns the level of each sample."""
+def _require_lists(
+    lists: TileLists, level: Any, tiles: Tiles, q: Array
+) -> tuple[TileLists, Int[Array, " B"]]:
+    """Returns the lists, and the level of each sample."""
     levels, heads, count, _ = lists.keys.shape
     if count != tiles.count or heads not in (1, q.shape[2]):
         raise ValueError(
@@ -137,8 +139,10 @@ def _require_lists(lists: TileLists, level: Any, tiles: Tiles, q: Array) -> Int[
     if level.shape != (len(q),) or not jnp.issubdtype(level.dtype, jnp.integer):
         given = f"{level.dtype.name}{list(level.shape)}"
         raise ValueError(f"level {given} must have one integer for each of {len(q)} samples.")
-    require_indices("a tile in a list", lists.keys, count)
-    return require_indices("a level", level, levels)
+    of_tiles = (require_indices("a tile in a list", x, count) for x in (lists.keys, lists.queries))
+    keys, queries = of_tiles
+    level = require_indices("a level", level, levels)
+    return lists._replace(keys=keys, queries=queries), level
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -36,8 +36,8 @@ Shape = tuple[int, ...]
 class TileLists(NamedTuple):
     """Which tiles of keys each tile of queries sees, and the transpose for the backward pass.
 
-    A list is as long as the longest one needs; what follows its count is not read. Heads are all
-    of them, or 1 if they share their lists.
+    A list is as long as the longest one needs; the tiles that follow its count are not seen. Heads
+    are all of them, or 1 if they share their lists.
     """
 
     keys: Int32[Array, "levels heads Q K_most"]
@@ -79,7 +79,8 @@ class Tiles:
     def best(cls, grid: Sequence[int], slots: int = BEST) -> "Tiles":
         """Tiles that fill up to `slots` rows of the kernels, with the fewest rows left empty.
 
-        Of tiles that leave equally few, the most compact: its tokens are closest to each other.
+        Of tiles that leave equally few, the most compact: its tokens are closest to each other. An
+        axis whose length is a prime has no tile but 1 and all of it: pad it.
         """
         grid = _shape("grid", grid)
         tiles = [

@@ -296,6 +296,11 @@ def narrow():
         return call(axes=ops.ExpertAxes(hidden=("expert",)))
 
 
+def short():
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))):
+        return call(X[1:], experts=EXPERTS[1:], weights=WEIGHTS[1:], axes=ops.ExpertAxes(("data",)))
+
+
 def elsewhere():
     with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))):
         return call(axes=ops.ExpertAxes(hidden=("expert",)))
@@ -338,6 +343,7 @@ def test_experts_out_of_range_are_the_nearest_in_jit_where_they_cannot_be_refuse
             "hidden=24 cannot be divided among the 8 devices along 'expert' of the mesh in blocks "
             "of 16: use fewer devices there, or a multiple of 128",
         ),
+        (short, "tokens=23 cannot be divided among the 8 devices along 'data'"),
         (elsewhere, r"'expert'.*the mesh only \('data',\)"),
         (too_many, "1073741824 tokens with 3 experts each are more rows than 32 bits count"),
     ],

@@ -50,6 +50,8 @@ def test_the_load_counts_tokens_and_leaves_padding_out():
     np.testing.assert_array_equal(load, wanted)
     segments = 7 * counted  # numbers of texts in a row, 0 for padding
     np.testing.assert_array_equal(ops.expert_load(experts, EXPERTS, segments), wanted)
+    with pytest.raises(ValueError, match=r"counted \(24, 2\) must be \(2, 24\), as the tokens"):
+        ops.expert_load(experts, EXPERTS, segments.T)
     for penalty in (
         lambda x, e, c: ops.balance_loss(x, e, counted=c),
         lambda x, e, c: ops.router_z_loss(x, c),

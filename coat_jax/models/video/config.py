@@ -20,8 +20,8 @@ class TiledAttention:
     Attributes:
         tile: tokens of a tile; None for the best ones of the grid.
         windows: how many tiles each tile sees, for each level: None for all.
-        until: the times at which the next level begins, ascending: the first level is that of
-            times below the first. A video of time 1 is noise, and coarse windows serve it.
+        until: ascending times that divide the levels; the first level serves times below the
+            first of them. A video of time 1 is noise, so the last windows may be the smallest.
         format: "fp8" or "bf16".
     """
 

@@ -90,12 +90,14 @@ class VideoTransformer(nnx.Module):
             text: the states of their texts.
             time: of each video, from 0, without noise, to 1.
         """
-        config = self.config
+        config, time = self.config, jnp.asarray(time, jnp.float32)
         shape = (*config.latents, config.channels)
-        if latents.shape[1:] != shape or text.shape[2:] != (config.text_width,):
+        batched = latents.shape[:1] == text.shape[:1] == time.shape
+        if not batched or latents.shape[1:] != shape or text.shape[2:] != (config.text_width,):
             raise ValueError(
-                f"The model takes latents [B, {', '.join(map(str, shape))}] and text [B, T, "
-                f"{config.text_width}], not {latents.shape} and {text.shape}."
+                f"The model takes latents [B, {', '.join(map(str, shape))}], text [B, T, "
+                f"{config.text_width}] and time [B], not {latents.shape}, {text.shape} and "
+                f"{time.shape}."
             )
         x, angles = self._embed(latents.astype(config.dtype)), _angles(config)
         if config.attention is not None:
@@ -136,7 +138,7 @@ class VideoTransformer(nnx.Module):
     def _level(self, time: Float[Array, " B"]) -> Int[Array, " B"]:
         """The level of attention of each sample."""
         until = () if self.config.attention is None else self.config.attention.until
-        passed = time.astype(jnp.float32)[:, None] >= jnp.array(until, jnp.float32)
+        passed = time[:, None] >= jnp.array(until, jnp.float32)
         return jnp.sum(passed, axis=1, dtype=jnp.int32)
 
 
@@ -311,7 +313,7 @@ def _table(rngs: nnx.Rngs, rows: int, config: Config) -> nnx.Param:
 def _waves(time: Float[Array, " B"], count: int) -> Float[Array, "B W"]:
     """Cosines, then sines, of frequencies from 1 to 1 / 10,000."""
     frequencies = jnp.exp(-math.log(10000) * jnp.arange(count // 2) / (count // 2))
-    angle = time.astype(jnp.float32)[:, None] * frequencies
+    angle = time[:, None] * frequencies
     return jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=1)
 
 

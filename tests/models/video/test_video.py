@@ -50,6 +50,13 @@ def test_the_level_of_attention_follows_from_the_time_of_each_sample():
     assert np.abs(coarse[1] - dense[1]).max() > 1e-3  # time 0.8
 
 
+def test_times_in_bf16_are_computed_with_in_fp32():
+    time, model = jnp.array([0.703, 0.2], jnp.bfloat16), model_of()
+    np.testing.assert_array_equal(
+        velocities(model, time), velocities(model, time.astype(jnp.float32))
+    )
+
+
 def gradients(model, given):
     def loss(model, given):
         return model.loss(given).mean
@@ -146,6 +153,7 @@ def test_steps_follow_the_velocities():
             lambda: model_of()(jnp.zeros((2, 4, 8, 8, 3)), batch().text, jnp.zeros(2)),
             r"takes latents \[B, 4, 8, 12, 3\]",
         ),
+        (lambda: model_of()(*batch()[:2], 0.5), r"time \[B\], not .* and \(\)"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(call, message):
