@@ -78,6 +78,9 @@ class Reader:
 # --- Text to tokens ---------------------------------------------------------------------------
 
 
+BYTES = "bytes"  # in place of a file
+
+
 class Bytes:
     """Tokens are the bytes of UTF-8. A document ends with 0, which text does not contain.
 
@@ -85,7 +88,7 @@ class Bytes:
     """
 
     vocab = 256
-    digest = "bytes"
+    digest = BYTES
     dtype = np.dtype(np.uint16)
 
     def __init__(self, end_of_text: int = 0):

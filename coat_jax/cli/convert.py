@@ -11,8 +11,8 @@ INT4 one for every 128 inputs of a channel. Activations stay as they are (--acti
 are rounded with a scale for each token (dynamic), or with one scale for a layer, which --calibrate
 finds on a text (static). With --to w4a8 a text for --calibrate takes longer, and makes up for most
 of the loss: weights are rounded so that their errors cancel out in what layers compute there
-(GPTQ). One parameter of one layer is in memory at a time; during calibration, the whole model, and
-with w4a8 to the end what is known of the inputs: 22 GB for Llama-2-7B.
+(GPTQ). One parameter of one layer is in memory at a time; while a text is read, the whole model is.
+With w4a8 and --calibrate, sums over the inputs stay to the end: 22 GB for Llama-2-7B.
 
 --balance reads a text and moves part of each outlier in the inputs of linear layers into their
 weights. Outliers are columns that are much larger than the others, which are left few INT8 codes.
@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from coat_jax.cli.arguments import STEP, add_count, require_effects
-from coat_jax.cli.model_folder import BYTES, tokens_of
+from coat_jax.cli.model_folder import tokens_of
 from coat_jax.cli.output import exit_on_signals, note, progress_bar
 from coat_jax.errors import UserError
 from coat_jax.files import expand_user
@@ -81,7 +81,6 @@ def run(options: argparse.Namespace) -> int:
     """Converts, and prints a line about the result."""
     source, out = expand_user(options.source), expand_user(options.out)
     recipe = _recipe(options)
-    tokenizer = None if options.tokenizer == BYTES else options.tokenizer
     tokens, balance_on = _tokens(options, "calibrate"), _tokens(options, "balance")
     exit_on_signals()
     with progress_bar() as bar:
@@ -94,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
             balance_on=balance_on,
             step=options.step,
             dtype=options.dtype,
-            tokenizer=tokenizer,
+            tokenizer=options.tokenizer,
             progress=lambda total, size: bar.update(task, total=total, advance=size),
             note=note,
         )
@@ -130,10 +129,11 @@ def _recipe(options: argparse.Namespace) -> Recipe | None:
     quantizing = (*OF_RECIPE, "leave", "calibrate")
     rounded = "--activations static, for --to mixed with rounded activations, and for --to w4a8"
     fits = "--fit percentile and --activation-fit percentile"
+    in_8_bits = options.to is not None and recipe.format != "int4"
     effects = [
         ("tokens", reads, "--calibrate and --balance"),
+        ("fit", in_8_bits, "--to int8, fp8, mixed"),
         *((name, options.to is not None, f"--to {', '.join(FORMATS)}") for name in quantizing),
-        ("fit", recipe.format != "int4", "weights in 8 bits"),
         ("calibrate", recipe.needs_calibration or recipe.format == "int4", rounded),
         ("activation_fit", recipe.activations == "static", "--activations static"),
         ("percentile", "percentile" in (recipe.fit, recipe.activation_fit), fits),

@@ -23,12 +23,11 @@ from coat_jax.errors import UserError
 from coat_jax.files import expand_user, read_failures, read_json, require_regular
 from coat_jax.models.batches import require_known
 from coat_jax.precision import precision_of
-from coat_jax.tokenizers import AnyTokenizer, Bytes, Tokenizer
+from coat_jax.tokenizers import BYTES, AnyTokenizer, Bytes, Tokenizer
 from coat_jax.training.checkpoint import weights
 from coat_jax.training.families import family_of, name_of
 from coat_jax.validation import CountOrZero, require
 
-BYTES = "bytes"
 # A text is read up to this many characters, and this many more for each token that is wanted.
 PIECE, LONGEST = 1 << 16, 16
 

@@ -58,14 +58,16 @@ def stream(
         max_tokens: how many more at most; a text ends at the model's context in any case.
         sampling: how they are chosen.
         stops: tokens that end a text, and are left out.
-        first: the number of the first prompt. A prompt's tokens depend on its number, not on
-            the prompts beside it.
+        first: the number of the first prompt. A prompt's random numbers depend on its number, not
+            on the prompts beside it.
         images: of each prompt, for a model that sees images: as `ImageFormat.pixels` returns them.
         cache: how keys and values of past tokens are stored: "int8", "fp8", "int4", or None for the
             model's dtype.
     """
     require_capability("coat.generation", model, "embed_tokens", "decoder")
     require_prompts(model.config, prompts, max_tokens=max_tokens)
+    require_known("stops has", stops, model.config.vocab)
+    _require_images(model.config, prompts, images)
     require_cache_format(cache, model.decoder.config.head_dim)
     context = model.config.context
     lengths = [len(prompt) for prompt in prompts]
@@ -205,3 +207,23 @@ def require_prompts(config: Any, prompts: Prompts, *, max_tokens: int) -> None:
                 f"{config.context - 1}: the model's context={config.context} must hold one more."
             )
         require_known(f"{name} has", prompt, config.vocab)
+
+
+def _require_images(config: Any, prompts: Prompts, images: Sequence[Any] | None) -> None:
+    """Raises unless prompts have places for the features of all their images, and no others."""
+    sees_images = hasattr(config, "image_token")
+    if images is None:
+        if sees_images:
+            raise TypeError("This model sees images: pass those of each prompt, [] if it has none.")
+        return
+    if not sees_images:
+        raise TypeError("This model sees no images: leave them out.")
+    if len(images) != len(prompts):
+        raise ValueError(f"There are images of {len(images)} prompts, and {len(prompts)} prompts.")
+    for number, (prompt, of_one) in enumerate(zip(prompts, images, strict=True), 1):
+        places, features = list(prompt).count(config.image_token), len(of_one) * config.features
+        if places != features:
+            raise UserError(
+                f"Prompt {number} has the token {config.image_token}, which stands for a feature, "
+                f"{places} times, and its images have {features} features."
+            )

@@ -165,7 +165,7 @@ def observe(
     found = {path: found[path] for path in paths_of(model.config) if path in found}
     for path, inputs in found.items():
         squares = inputs.squares
-        if inputs.products is not None:  # in FP32, and others are no larger than these
+        if inputs.products is not None:  # if the diagonal is finite, all of them are
             squares += np.trace(inputs.products, dtype=np.float64)
         if inputs.counts[FIRST_NOT_FINITE:].any() or not np.isfinite(squares):
             raise UserError(

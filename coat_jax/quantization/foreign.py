@@ -73,7 +73,10 @@ def read(
                 raise UserError(f"{module}.{name} is {there}, and INT4 needs {kind} {shape}.")
             parts[name] = one
         neighbours = np.arange(inputs) // GROUP
-        if data.get("desc_act") if order is None else not np.array_equal(order.whole(), neighbours):
+        in_order = not data.get("desc_act")
+        if order is not None:
+            in_order = np.array_equal(order.whole(), neighbours)
+        if not in_order:
             raise UserError(
                 f"{module} has groups of inputs that are no neighbours (desc_act, g_idx), which "
                 "coat_jax does not read. Quantize the model without activation order."

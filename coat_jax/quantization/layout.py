@@ -69,7 +69,7 @@ def to_json(config: Config, schemes: Mapping[str, Scheme]) -> Json:
     for number, scheme in enumerate(kinds):
         targets = [module_of(path) for path in paths if schemes.get(path) == scheme]
         group = {"targets": targets if len(kinds) > 1 else [LINEAR], **_group_of(scheme)}
-        if len(kinds) > 1 or scheme.format == "int4":  # of which others guess another one
+        if len(kinds) > 1 or scheme.format == "int4":  # other readers would guess another
             group["format"] = storage_of(scheme)
         groups[f"group_{number}"] = group
     return {

@@ -153,9 +153,9 @@ def choose_schemes(
             lacks = found is None or (compensates and found.products is None)
             if lacks and not recipe.is_left(path):
                 raise UserError(
-                    f"format={recipe.format!r} with activations={recipe.activations!r} needs the "
-                    f"statistics of inputs, and there are none of {path}: pass what calibrate() "
-                    "returns for this recipe."
+                    f"format={recipe.format!r} with activations={recipe.activations!r} reads "
+                    f"statistics of inputs, and there are none of {path}, or too few: pass what "
+                    "calibrate() returns for this recipe."
                 )
     schemes: dict[str, Scheme] = {}
     for group in groups_without(config, recipe.is_left):
@@ -214,8 +214,10 @@ def _format(
         errors = [_noise(w, name, recipe.fit, recipe.percentile) for w in weights]
         squares = [jnp.sum(jnp.square(w.astype(jnp.float32))) for w in weights]
         of_weights = float(sum(errors)) / max(float(sum(squares)), 1e-30)
-        of_input = input_noise(ranges[paths[0]], name, recipe) if ranges else 0.0
-        return of_weights + of_input
+        if not recipe.needs_calibration:
+            return of_weights
+        assert ranges is not None
+        return of_weights + input_noise(ranges[paths[0]], name, recipe)
 
     return min(CANDIDATES, key=noise)
 

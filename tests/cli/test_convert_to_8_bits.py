@@ -193,10 +193,10 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_work(
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--fit", "max"], "--fit is for --to int8, fp8, mixed, w4a8"),
+        (["--fit", "max"], "--fit is for --to int8, fp8, mixed:"),
         (["--to", "int8", "--calibrate", "TEXT"], "--calibrate is for --activations static"),
         (["--to", "int8", "--tokens", "9"], "--tokens is for --calibrate and --balance"),
-        (["--to", "w4a8", "--fit", "max"], "--fit is for weights in 8 bits"),
+        (["--to", "w4a8", "--fit", "max"], "--fit is for --to int8, fp8, mixed:"),
         (["--to", "w4a8"], "'*.gate' (64), '*.key' (64)"),
         (["--balance", "TEXT", "--dtype", "float16"], "in float16 cannot be balanced"),
         (["--balance", "TEXT", "--tokens", "0"], "--tokens: 0 must be 1 or more"),

@@ -49,4 +49,11 @@ def test_greedy_tokens_are_those_of_the_training_forward(image_token):
     )
     wanted = [naive(model, *of_one, 12) for of_one in zip(prompts, pictures, strict=True)]
     assert found == wanted
+    for given, message in (
+        (None, "This model sees images: pass those of each prompt"),
+        (pictures[:1], "images of 1 prompts, and 3 prompts"),
+        ([[], *pictures[1:]], "Prompt 1 has the token .*, and its images have 0 features"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            generate(model, prompts, max_tokens=2, images=given)
     assert found[0] != naive(model, prompts[0], pictures[0][::-1], 12)

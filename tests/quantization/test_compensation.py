@@ -129,7 +129,7 @@ def test_ranges_of_another_model_or_recipe_are_refused():
         q.quantize(wider, INT4, q.calibrate(model, TOKENS, INT4))
     others = q.Recipe(activations="static"), dataclasses.replace(INT4, leave=("*.down",))
     for recipe, path in zip(others, ("attention.query", "mlp.down"), strict=True):
-        with pytest.raises(UserError, match=f"there are none of layers.0.{path}: "):
+        with pytest.raises(UserError, match=f"there are none of layers.0.{path}, or too few: "):
             q.quantize(model, INT4, q.calibrate(model, TOKENS, recipe))
 
 

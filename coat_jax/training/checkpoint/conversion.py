@@ -60,7 +60,8 @@ def convert(
         dtype: of what is not quantized; by default that of the run's parameters or of config.json,
             or with a recipe the model's compute dtype. In FP32, parameters with corrections have
             all their 24 bits.
-        tokenizer: a tokenizer.json to put beside them; by default the one in the folder.
+        tokenizer: a tokenizer.json to put beside them, or "bytes" for none; by default the one in
+            the folder.
         file_bytes: how large a file of tensors may become.
         progress: called with the bytes to be read in all, and those read since its last call.
         note: called with a line about each checkpoint that is skipped, a missing tokenizer, and a
@@ -140,7 +141,7 @@ def _cast_finite(path: Name, stored: LazyArray, dtype: Any) -> LazyArray:
 
 
 def _batches(tokens: Sequence[int], context: int) -> Iterator[np.ndarray]:
-    """Yields calibration tokens in rows of one length; fewer are left over than there are rows."""
+    """Yields tokens in rows of one length. Those left at the end, fewer than rows, are dropped."""
     rows = -(-len(tokens) // min(context, LONGEST))
     length = len(tokens) // max(1, rows)
     whole = np.array(tokens[: rows * length], np.int32).reshape(rows, length)

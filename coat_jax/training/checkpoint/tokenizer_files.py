@@ -12,7 +12,7 @@ from typing import Any
 
 from coat_jax.errors import UserError
 from coat_jax.files import expand_user, read_bytes, read_json
-from coat_jax.tokenizers import Tokenizer
+from coat_jax.tokenizers import BYTES, Tokenizer
 
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
 NAMES: tuple[str, ...] = (TOKENIZER, GENERATION, "tokenizer.model", "tokenizer_config.json")
@@ -31,15 +31,19 @@ def read(
     """Returns the files in a model's folder, and its special tokens by their names in config.json.
 
     The config of a run may name a tokenizer inside; `tokenizer` is a file in place of the folder's
-    own. `note` is called with a line about a missing tokenizer, and one that begins texts with
-    other tokens than training did. A tokenizer must fit a model with `vocab` tokens.
+    own, or BYTES for none. `note` is called with a line about a missing tokenizer, and one that
+    begins texts with other tokens than training did. A tokenizer must fit a model with `vocab`
+    tokens.
     """
-    files = {name: _read(folder, folder / name) for name in NAMES if (folder / name).exists()}
+    names = (GENERATION,) if tokenizer == BYTES else NAMES
+    files = {name: _read(folder, folder / name) for name in names if (folder / name).exists()}
     special = {name: config_json.get(name) for name in SPECIAL}
     data: Any = config_json.get("data")
     of_run = isinstance(data, dict)
     known = None
-    if tokenizer is not None:
+    if tokenizer == BYTES:
+        pass
+    elif tokenizer is not None:
         known = Tokenizer(tokenizer)
         known.require_fits(vocab)
     elif TOKENIZER in files:

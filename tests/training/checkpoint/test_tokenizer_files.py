@@ -24,8 +24,8 @@ def write_tokenizer(path):
     return path
 
 
-def read(folder, config=None, note=pytest.fail):
-    files, _ = tokenizer_files.read(folder, config or {}, None, 2, note)
+def read(folder, config=None, note=pytest.fail, tokenizer=None):
+    files, _ = tokenizer_files.read(folder, config or {}, tokenizer, 2, note)
     return files
 
 
@@ -38,6 +38,7 @@ def test_only_the_files_of_a_tokenizer_are_read(folder):
     found = read(folder)
     assert set(found) == {TOKENIZER, "vocab.json", "merges.txt", "tokenizer.model"}
     assert all(content == (folder / name).read_bytes() for name, content in found.items())
+    assert not read(folder, {"data": {"train": []}}, tokenizer="bytes")
 
 
 @pytest.mark.parametrize(
