@@ -1,10 +1,10 @@
-"""Size, speed and loss of quantized models: quantized_generation.json and int4_study.json."""
+"""Size, speed and loss of quantized models: quantized_generation, int4_speed and int4_study."""
 
 from typing import Any
 
 from experiments.int4_study import increases
 from experiments.int4_study.study import STUDY
-from experiments.published.results import FOLDER, GB, case
+from experiments.published.results import FOLDER, GB, case, of
 from experiments.row_files import Row
 
 CASES = {
@@ -31,6 +31,17 @@ def table() -> list[list[str]]:
 def cache_of_a_text(cache: str) -> str:
     """GB that the keys and values of a text of Llama-2-7B take while it is generated."""
     return f"{_case('bf16', cache)['batches'][0]['cache'] / GB:.2f}"
+
+
+def faster(rival: str, rows: str) -> str:
+    """How many times as fast as a rival INT4's kernel multiplies so many rows, at the least."""
+    us = {
+        (each["of"], each["way"]): each["us"]
+        for each in of("int4_speed")["cases"]
+        if each["of"].endswith(f", {rows} rows")
+    }
+    least = min(us[one, _spaced(rival)] / us[one, "W4A8 kernel"] for one, _ in us)
+    return f"{least:.1f}"
 
 
 def increase(way: str) -> str:
