@@ -7,7 +7,6 @@
                 with one microbatch of it; layers in a loop: unrolled, they take as much or less
     recipe      Llama-2-7B in COAT on 1, 2, 4 and 8 GPUs, parameters and moments sharded over all
                 of them. With 16 sequences on each, 1, 2 and 4 were measured (`training_throughput`)
-    experts     OLMoE with 6.9 billion parameters on one GPU, in COAT and in BF16
     released    Llama-2-7B in COAT with gradients kept until the end of the backward pass, and with
                 `--optimizer.release_gradients`
 
@@ -18,7 +17,7 @@ step.
 import dataclasses
 from typing import Any
 
-from coat_jax.training.config import TrainConfig, in_bf16
+from coat_jax.training.config import TrainConfig
 from coat_jax.training.config_files import load_config
 from experiments import records
 from experiments.command import parser_of
@@ -93,13 +92,6 @@ def released_memory() -> Figures:
     return figures
 
 
-def experts_memory() -> Figures:
-    """By variant."""
-    coat = load_config("olmoe_7b:one_gpu")
-    variants = {"COAT": coat, "BF16": in_bf16(coat)}
-    return {name: _compiled(config, 1, f"olmoe_7b {name}") for name, config in variants.items()}
-
-
 def _compiled(config: TrainConfig, gpus: int, name: str) -> Figures:
     memory = memory_of(config, gpus)
     print(f"{name:32} {memory['peak'] / 1e9:6.1f} GB", flush=True)
@@ -109,7 +101,6 @@ def _compiled(config: TrainConfig, gpus: int, name: str) -> Figures:
 CASES = {
     "config": config_memory,
     "recipe": recipe_memory,
-    "experts": experts_memory,
     "released": released_memory,
 }
 

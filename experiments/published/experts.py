@@ -1,9 +1,10 @@
 """Mixtures of experts: docs/experts.md."""
 
 import statistics
+from typing import Any
 
 from experiments.published import loss
-from experiments.published.results import GB, bold, of
+from experiments.published.results import GB, bold, case, of
 
 LAYERS = {"olmoe": "OLMoE", "qwen3": "Qwen3"}
 ROUTES = "balanced", "skewed"
@@ -17,19 +18,24 @@ WAYS = {
 
 
 def gigabytes(precision: str) -> str:
-    """What a step of OLMoE takes of one GPU."""
-    return f"{of('experts_memory')[precision]['peak'] / GB:.0f}"
+    """What training OLMoE takes of one GPU."""
+    return f"{_trained(precision)['peak'] / GB:.0f}"
+
+
+def tokens(precision: str) -> str:
+    """Tokens a second of OLMoE on one GPU."""
+    return f"{_trained(precision)['tokens_per_second']:,.0f}"
 
 
 def speed() -> list[list[str]]:
     """How long the experts of a layer take, in milliseconds: forward / with the backward pass."""
     rows = [["ms", *(f"{name}, {route}" for name in LAYERS.values() for route in ROUTES)]]
     cases = {
-        (case["layer"], case["route"], case["way"]): case for case in of("grouped_speed")["cases"]
+        (each["layer"], each["route"], each["way"]): each for each in of("grouped_speed")["cases"]
     }
     for way, name in WAYS.items():
         found = [cases[layer, route, way] for layer in LAYERS for route in ROUTES]
-        times = (f"{case['forward']:.1f} / {case['both']:.1f}" for case in found)
+        times = (f"{each['forward']:.1f} / {each['both']:.1f}" for each in found)
         rows.append([name, *(bold(time, way == "ours, FP8") for time in times)])
     return rows
 
@@ -47,3 +53,7 @@ def cost() -> list[list[str]]:
         percent = "" if name == "BF16" else loss.cell("experts", arm)
         rows.append([f"`{name}`", percent, f"{100 * changed:.1f} %", f"{load:.2f}"])
     return rows
+
+
+def _trained(precision: str) -> dict[str, Any]:
+    return case("training_throughput_olmoe_7b", precision=precision, batch=8)
