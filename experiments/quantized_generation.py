@@ -86,7 +86,7 @@ def _run_all(options: argparse.Namespace) -> Iterator[Case]:
     sizes += map(str, options.batches)
 
     def run(work: tuple[str, str, str]) -> Case:
-        model, case, cache = work
+        model, cache, case = work
         worker = ["experiments.quantized_generation", case, "--worker", "--models", model]
         variables = idle.get()
         try:
@@ -96,7 +96,7 @@ def _run_all(options: argparse.Namespace) -> Iterator[Case]:
             idle.put(variables)
 
     with ThreadPoolExecutor(max(1, gpus)) as pool:
-        yield from pool.map(run, itertools.product(options.models, options.cases, options.cache))
+        yield from pool.map(run, itertools.product(options.models, options.cache, options.cases))
 
 
 def _line(case: Case) -> str:

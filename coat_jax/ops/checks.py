@@ -39,9 +39,9 @@ def require_number(name: str, value: Any) -> None:
 
 
 def require_indices(what: str, numbers: Any, end: int) -> Int32[Array, "..."]:
-    """Returns numbers, after it raised unless all are from 0 to before `end`.
+    """Returns these numbers; raises unless all are from 0 to before `end`.
 
-    Under jit they are not known, so they are clipped: kernels must not read what is not theirs.
+    Under jit they are not known and are clipped, so that kernels read no memory of others.
     """
     if isinstance(numbers, jax.core.Tracer):
         return jnp.clip(numbers, 0, end - 1).astype(jnp.int32)

@@ -7,8 +7,8 @@ products take it, once for each token; and the pre-activations of each choice, i
 caller computes the norm, which its router needs too, and the residual sum.
 
 All experts share one scale for gate and up, and one for down: E4M3 spans 2^15, and experts have
-similar magnitudes. So one kernel rounds a weight of all experts,
-and one kernel sums both products of dx.
+similar magnitudes. So one kernel rounds a weight of all experts, and one kernel sums both products
+of dx.
 """
 
 import math

@@ -71,7 +71,7 @@ def tile_attention(
         v: values.
         tiles: how the grid is divided.
         lists: what sees what; all sees all without it. See `Tiles.window` and `Tiles.best_keys`.
-        level: of each sample; needed if there are several.
+        level: of each sample; needed if the lists have several levels.
         format: "fp8", or "bf16", which rounds nothing.
         scale: of the scores, 1 / sqrt(H) by default.
         ordered: whether tokens are in the order of `tiles.order()`, tile after tile. A model that
@@ -139,10 +139,9 @@ def _require_lists(
     if level.shape != (len(q),) or not jnp.issubdtype(level.dtype, jnp.integer):
         given = f"{level.dtype.name}{list(level.shape)}"
         raise ValueError(f"level {given} must have one integer for each of {len(q)} samples.")
-    of_tiles = (require_indices("a tile in a list", x, count) for x in (lists.keys, lists.queries))
-    keys, queries = of_tiles
-    level = require_indices("a level", level, levels)
-    return lists._replace(keys=keys, queries=queries), level
+    keys = require_indices("a tile in a list", lists.keys, count)
+    queries = require_indices("a tile in a list", lists.queries, count)
+    return lists._replace(keys=keys, queries=queries), require_indices("a level", level, levels)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
