@@ -150,9 +150,12 @@ def product_of_codes(x: Array, w: Array, dtype: DTypeLike) -> Array:
     Otherwise XLA may drop the cast here, and with it the rounding.
     """
     if x.dtype != jnp.int8:
-        if math.prod(x.shape[:-1]) > 1:
-            # XLA would merge small products of one x, and for that copy their weights into one.
-            x, w = lax.optimization_barrier((x, w))
+        if math.prod(x.shape[:-1]) == 1:
+            # As XLA does with INT8. A GEMM of cuBLASLt would have 16 rows, of several launches.
+            sums = jnp.sum(x.astype(jnp.float32).reshape(-1) * w.astype(jnp.float32), axis=1)
+            return sums.reshape(*x.shape[:-1], -1).astype(dtype)
+        # XLA would merge small products of one x, and for that copy their weights into one array.
+        x, w = lax.optimization_barrier((x, w))
         one = jnp.ones((), jnp.float32)
         return product_transposed(Operand(x, None, one), Operand(w, None, one), dtype)
     if x.shape[-1] > MOST_INT8_COLUMNS:

@@ -16,7 +16,7 @@ from experiments.hopper import OPTIONS, compile_for, hopper_mesh, there
 
 pytestmark = COMPILED
 
-K, N = 1024, 2816
+K, N = 4096, 2816
 OF_INT8 = re.compile(r"\(s32\[(\d+),2816\].*custom-call.*__cublas\$lt\$matmul\"")
 OF_FP8 = re.compile(r"\(bf16\[(\d+),2816\].*custom-call.*__cublas\$lt\$matmul\$f8\"")
 
@@ -63,12 +63,12 @@ def test_codes_are_multiplied_as_they_are(rows, activations):
 @pytest.mark.parametrize("format", DTYPES)
 def test_one_token_reads_codes_without_a_gemm(format):
     """A sum that XLA fuses: the weight is read once, as the bytes that it has."""
-    for activations in ("none", "static", "dynamic"):
+    for activations in ("static", "dynamic"):
         compiled = program(1, format, activations)
         assert "__cublas" not in compiled.as_text()
         assert compiled.memory_analysis().temp_size_in_bytes < K * N / 8
         # XLA drops a cast of inputs that another follows.
-        assert activations == "none" or format != "fp8" or "nearest-even" in compiled.as_text()
+        assert format != "fp8" or "nearest-even" in compiled.as_text()
 
 
 def test_weights_alone_are_cast_for_the_product():
