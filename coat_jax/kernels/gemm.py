@@ -142,6 +142,20 @@ def outer_product(x: Operand, dy: Operand, dtype: DTypeLike) -> Float[Array, "K 
     return _dot(x, dy, "rows", "rows", dtype)
 
 
+def is_row(x: Array) -> bool:
+    """Whether an array [..., K] has one row, as when one text is generated."""
+    return math.prod(x.shape[:-1]) == 1
+
+
+def product_of_row(x: Float[Array, "*one K"], w: Array) -> Float[Array, "*one N"]:
+    """x w^T in FP32, as a sum that reads each byte of codes w once.
+
+    A GEMM of cuBLASLt would pad x to 16 rows in FP8, and in BF16 read a copy of w.
+    """
+    sums = jnp.sum(x.astype(jnp.float32).reshape(-1) * w.astype(jnp.float32), axis=1)
+    return sums.reshape(*x.shape[:-1], -1)
+
+
 def product_of_codes(x: Array, w: Array, dtype: DTypeLike) -> Array:
     """x w^T of 8-bit codes [..., K] and [N, K], whose scales multiply the result afterwards.
 
@@ -150,10 +164,8 @@ def product_of_codes(x: Array, w: Array, dtype: DTypeLike) -> Array:
     Otherwise XLA may drop the cast here, and with it the rounding.
     """
     if x.dtype != jnp.int8:
-        if math.prod(x.shape[:-1]) == 1:
-            # As XLA does with INT8. A GEMM of cuBLASLt would have 16 rows, of several launches.
-            sums = jnp.sum(x.astype(jnp.float32).reshape(-1) * w.astype(jnp.float32), axis=1)
-            return sums.reshape(*x.shape[:-1], -1).astype(dtype)
+        if is_row(x):  # XLA itself does so with INT8 codes
+            return product_of_row(x, w).astype(dtype)
         # XLA would merge small products of one x, and for that copy their weights into one array.
         x, w = lax.optimization_barrier((x, w))
         one = jnp.ones((), jnp.float32)

@@ -140,6 +140,8 @@ def quantized_linear(
         values = four_bits.values(weight.codes, weight.scale, weight.zero)
         # FP16 may not hold them, BF16 may.
         y = jnp.matmul(x.astype(wide), values.astype(wide).T, preferred_element_type=jnp.float32)
+    elif activations == "none" and gemm.is_row(x):
+        y = gemm.product_of_row(x, weight.codes) * weight.scale
     elif activations == "none":
         codes = weight.codes.astype(x.dtype)
         y = jnp.matmul(x, codes.T, preferred_element_type=wide).astype(jnp.float32) * weight.scale
